@@ -1,0 +1,1 @@
+../../protocols/_root/__init__.py

@@ -1,0 +1,40 @@
+"""The errors of Backhaul.
+
+BackhaulError
+├── ConfigError            a bad option or command line; raised at start, never later
+├── UnsupportedError       this engine cannot take part (layout, vLLM version); raised at start
+└── StoreError             operational: costs a cache miss, never a request
+    ├── StoreUnavailable   not reachable, restarted, or too slow for the caller's deadline
+    ├── StoreRejected      the store understood and refused (bad argument, unknown domain or lease)
+    └── StoreFull          no space could be freed for a reservation
+"""
+
+from __future__ import annotations
+
+
+class BackhaulError(Exception):
+    """Base of everything Backhaul raises on purpose."""
+
+
+class ConfigError(BackhaulError):
+    """An option is unknown or has a wrong value; the message names it and the valid ones."""
+
+
+class UnsupportedError(BackhaulError):
+    """The engine's layout or vLLM's version lacks something Backhaul needs; the message names it."""
+
+
+class StoreError(BackhaulError):
+    """The store could not do what was asked. Callers turn it into a cache miss and count it."""
+
+
+class StoreUnavailable(StoreError):
+    """The store is down, was restarted, or did not answer within the caller's deadline."""
+
+
+class StoreRejected(StoreError):
+    """The store refused the call: unknown domain, expired lease or publication, malformed argument."""
+
+
+class StoreFull(StoreError):
+    """A reservation does not fit even after evicting everything that may be evicted."""

@@ -1,0 +1,133 @@
+"""How a model's cache is cut into groups, blocks and objects; which blocks a checkpoint needs.
+
+Token positions and block indices of one group with block size ``s``::
+
+    block index      0            1            2
+    tokens       [0, s)       [s, 2s)      [2s, 3s)
+    state kept   after s      after 2s     after 3s     (recurrent groups)
+
+A checkpoint at boundary ``b`` (a multiple of every group's ``s``) needs, of each group: all blocks
+below ``b`` (full attention), the blocks that the window ending at ``b`` still reads (sliding
+window), or the one block whose state was taken after exactly ``b`` tokens (recurrent).
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Sequence
+
+import msgspec
+
+from backhaul.protocols.errors import UnsupportedError
+
+
+class GroupKind(enum.StrEnum):
+    """What a KV cache group holds."""
+
+    FULL = "full_attention"
+    WINDOW = "sliding_window"
+    RECURRENT = "recurrent"
+
+
+class GroupLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """One KV cache group as every rank sees it.
+
+    Attributes:
+        index: position in vLLM's list of groups; part of every object's key.
+        kind: what the group holds.
+        block_tokens: tokens per block.
+        window_tokens: tokens that a sliding window reads, the current one included; 0 otherwise.
+        page_bytes: bytes of one block of one layer, unpadded; part of the cache domain.
+    """
+
+    index: int
+    kind: GroupKind
+    block_tokens: int
+    window_tokens: int = 0
+    page_bytes: int = 0
+
+
+class CacheLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """All groups of an engine and the grid of its block hashes.
+
+    Attributes:
+        groups: every group that takes part in prefix caching, ordered by index.
+        hash_tokens: tokens per prefix hash (vLLM's hash block size); divides every block size.
+        ranks: workers that each hold a shard of every object (tensor x pipeline parallel).
+    """
+
+    groups: tuple[GroupLayout, ...]
+    hash_tokens: int
+    ranks: int = 1
+
+    def __post_init__(self) -> None:
+        if not self.groups:
+            raise UnsupportedError("the engine has no KV cache group: nothing can be carried")
+        if self.ranks < 1 or self.hash_tokens < 1:
+            raise UnsupportedError(
+                f"ranks={self.ranks}, hash_tokens={self.hash_tokens}: both must be at least 1"
+            )
+        for group in self.groups:
+            if group.block_tokens < 1 or group.block_tokens % self.hash_tokens:
+                raise UnsupportedError(
+                    f"group {group.index} has blocks of {group.block_tokens} tokens, not a multiple "
+                    f"of the {self.hash_tokens}-token hash unit"
+                )
+
+    @property
+    def boundary_tokens(self) -> int:
+        """The boundary grid B: the least common multiple of all groups' block sizes, in tokens."""
+        return math.lcm(*(group.block_tokens for group in self.groups))
+
+    @property
+    def has_recurrent(self) -> bool:
+        """Whether any group holds recurrent state."""
+        return any(group.kind is GroupKind.RECURRENT for group in self.groups)
+
+    def floor_boundary(self, tokens: int) -> int:
+        """The deepest boundary at or before ``tokens`` (0 where there is none)."""
+        return max(tokens, 0) // self.boundary_tokens * self.boundary_tokens
+
+
+def required_blocks(group: GroupLayout, boundary: int) -> range:
+    """Block indices of ``group`` that a checkpoint at ``boundary`` (tokens) consists of."""
+    end = boundary // group.block_tokens
+    if group.kind is GroupKind.FULL:
+        return range(end)
+    if group.kind is GroupKind.RECURRENT:
+        return range(max(end - 1, 0), end)
+    # The token at position `boundary` reads the window_tokens - 1 tokens before it, as vLLM's
+    # SlidingWindowManager counts them.
+    contiguous = math.ceil(max(group.window_tokens - 1, 0) / group.block_tokens)
+    return range(max(end - contiguous, 0), end)
+
+
+def block_hash_index(group: GroupLayout, block: int, hash_tokens: int) -> int:
+    """Index into a request's hash list of the hash that names ``block`` of ``group``.
+
+    A block that spans several hash units is named by its last one, as in vLLM's
+    ``BlockHashListWithBlockSize``.
+    """
+    return (block + 1) * group.block_tokens // hash_tokens - 1
+
+
+def checkpoint_objects(
+    layout: CacheLayout, boundary: int, hashes: Sequence[bytes]
+) -> list[tuple[int, bytes]]:
+    """(group index, block hash) of every object of one rank of the checkpoint at ``boundary``.
+
+    ``hashes`` is the request's hash list in units of ``layout.hash_tokens``; it must reach
+    ``boundary``. Raises ``ValueError`` where it does not or where ``boundary`` is off the grid.
+    """
+    if boundary <= 0 or boundary % layout.boundary_tokens:
+        raise ValueError(f"{boundary} is not a positive multiple of {layout.boundary_tokens}")
+    if len(hashes) * layout.hash_tokens < boundary:
+        raise ValueError(
+            f"{len(hashes)} hashes of {layout.hash_tokens} tokens end before boundary {boundary}"
+        )
+    return [
+        (group.index, hashes[block_hash_index(group, block, layout.hash_tokens)])
+        for group in layout.groups
+        for block in required_blocks(group, boundary)
+    ]

@@ -1,0 +1,100 @@
+"""The connector's options: ``kv_connector_extra_config``, checked once at start."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import msgspec
+
+from backhaul.protocols.errors import ConfigError
+
+_Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
+_Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
+
+
+class Policy(enum.StrEnum):
+    """Which ends are published proactively; junctions always are."""
+
+    MAIN_SPARSE = "main_sparse"
+    INPUT_END = "input_end"
+    DECODE_END = "decode_end"
+    BOTH = "both"
+
+
+class FinishReason(enum.StrEnum):
+    """How a request ended, as vLLM's scheduler sees it. A stop *string* is found by the front end,
+    which then aborts the request, so it counts as ``abort``."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Options of one engine. Defaults are right for a P/D pair on a local network.
+
+    Attributes:
+        store: where the store is, e.g. ``backhaul://127.0.0.1:7400``.
+        policy: which ends this engine publishes.
+        publish_on: finish reasons whose D_end is published.
+        publish_prompt_end: also publish P_end. Unset: only where the store has to carry
+            prefill -> decode (no other connector does) or the policy is ``main_sparse``.
+        stream_ahead: send finished attention blocks while the request still decodes.
+        max_pinned_fraction: share of the KV blocks that pins may hold at most.
+        min_load_tokens: shortest gain over the local hit that is worth a load.
+        lookup_timeout_s: longest a request waits for the catalog before it goes on without.
+        publication_wait_s: longest a lookup waits for a publication that was announced.
+        load_timeout_s: longest a load may take before the request is recomputed.
+        publish_timeout_s: longest one publication job may take before it is given up.
+        lease_s: how long a lookup's answer keeps its checkpoints from being evicted.
+        verify_loads: compare every loaded object with its checksum.
+        transfer_threads: threads per worker for loads, and as many for publications.
+    """
+
+    store: str
+    policy: Policy = Policy.BOTH
+    publish_on: tuple[FinishReason, ...] = (FinishReason.STOP,)
+    publish_prompt_end: bool | None = None
+    stream_ahead: bool = True
+    max_pinned_fraction: _Fraction = 0.25
+    min_load_tokens: Annotated[int, msgspec.Meta(ge=1)] = 1
+    lookup_timeout_s: _Seconds = 0.25
+    publication_wait_s: Annotated[float, msgspec.Meta(ge=0, le=60)] = 0.1
+    load_timeout_s: _Seconds = 10.0
+    publish_timeout_s: _Seconds = 30.0
+    lease_s: _Seconds = 30.0
+    verify_loads: bool = True
+    transfer_threads: Annotated[int, msgspec.Meta(ge=1, le=64)] = 2
+
+
+def parse_options(raw: Mapping[str, Any]) -> Options:
+    """Check ``kv_connector_extra_config``. Raises ``ConfigError`` with one line that names the
+    option, its value and what is valid."""
+    known = Options.__struct_fields__
+    for name in raw:
+        if name not in known:
+            raise ConfigError(
+                f"unknown option {name!r} in kv_connector_extra_config; valid options: "
+                + ", ".join(sorted(known))
+            )
+    if not raw.get("store"):
+        raise ConfigError(
+            "option 'store' is missing in kv_connector_extra_config; "
+            'give the store\'s address, e.g. "store": "backhaul://127.0.0.1:7400"'
+        )
+    try:
+        return msgspec.convert(dict(raw), Options)
+    except msgspec.ValidationError as error:
+        message = str(error)
+        name = message.rpartition("$.")[2].rstrip("`").split("[")[0] if "$." in message else ""
+        value = f" (got {raw.get(name)!r})" if name in raw else ""
+        valid = {
+            "policy": ", ".join(Policy),
+            "publish_on": "a list of " + ", ".join(FinishReason),
+        }.get(name)
+        hint = f"; valid: {valid}" if valid else ""
+        raise ConfigError(
+            f"option {name!r}: {message.partition(' - at')[0]}{value}{hint}"
+        ) from None

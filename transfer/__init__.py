@@ -1,0 +1,1 @@
+"""Moves and keeps bytes: the Store interface and its backends, the daemon, NIXL. No vLLM here."""

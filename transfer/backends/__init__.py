@@ -1,0 +1,1 @@
+"""Store backends, chosen by the scheme of the store's address."""
