@@ -1,4 +1,4 @@
-"""What crosses a wire or names a thing: domain, checkpoint, layout, options, errors, the catalog's proto.
+"""What crosses a wire or names a thing: domain, checkpoint, layout, options, errors, proto.
 
-Imports the standard library, protobuf and msgspec only, so that every other package can lean on it.
+Imports the standard library, protobuf and msgspec only: every other package leans on it.
 """

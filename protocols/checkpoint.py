@@ -74,7 +74,8 @@ class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
 class CheckpointMatch(msgspec.Struct, frozen=True, kw_only=True):
     """One candidate that a lookup answers: retained and hash-matched by construction.
 
-    ``consumable`` is False with exactly one ``reason``; ``age_s`` is seconds since it was committed.
+    ``consumable`` is False with exactly one ``reason``; ``age_s``: seconds since it
+    was committed.
     """
 
     boundary: int

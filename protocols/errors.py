@@ -5,7 +5,7 @@ BackhaulError
 ├── UnsupportedError       this engine cannot take part (layout, vLLM version); raised at start
 └── StoreError             operational: costs a cache miss, never a request
     ├── StoreUnavailable   not reachable, restarted, or too slow for the caller's deadline
-    ├── StoreRejected      the store understood and refused (bad argument, unknown domain or lease)
+    ├── StoreRejected      the store understood and refused (bad argument, unknown lease)
     └── StoreFull          no space could be freed for a reservation
 """
 
@@ -21,7 +21,8 @@ class ConfigError(BackhaulError):
 
 
 class UnsupportedError(BackhaulError):
-    """The engine's layout or vLLM's version lacks something Backhaul needs; the message names it."""
+    """The engine's layout or vLLM's version lacks something that Backhaul needs; the message
+    names it."""
 
 
 class StoreError(BackhaulError):
@@ -33,7 +34,7 @@ class StoreUnavailable(StoreError):
 
 
 class StoreRejected(StoreError):
-    """The store refused the call: unknown domain, expired lease or publication, malformed argument."""
+    """The store refused: unknown domain, expired lease or publication, malformed argument."""
 
 
 class StoreFull(StoreError):

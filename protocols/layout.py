@@ -71,8 +71,8 @@ class CacheLayout(msgspec.Struct, frozen=True, kw_only=True):
         for group in self.groups:
             if group.block_tokens < 1 or group.block_tokens % self.hash_tokens:
                 raise UnsupportedError(
-                    f"group {group.index} has blocks of {group.block_tokens} tokens, not a multiple "
-                    f"of the {self.hash_tokens}-token hash unit"
+                    f"group {group.index} has blocks of {group.block_tokens} tokens, not a "
+                    f"multiple of the {self.hash_tokens}-token hash unit"
                 )
 
     @property
