@@ -48,7 +48,7 @@ from backhaul.protocols.checkpoint import (
 from backhaul.protocols.domain import DomainRecord
 
 Segments = npt.NDArray[np.uint64]
-"""Memory of one object on a worker: shape [n, 2], columns (address, bytes), in the object's order."""
+"""Memory of one object on a worker: shape [n, 2], columns (address, bytes), in object order."""
 
 
 class MemoryKind(enum.StrEnum):
