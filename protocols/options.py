@@ -42,6 +42,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         publish_prompt_end: also publish P_end. Unset: only where the store has to carry
             prefill -> decode (no other connector does) or the policy is ``main_sparse``.
         stream_ahead: send finished attention blocks while the request still decodes.
+        stream_min_bytes: shortest piece worth sending ahead, bytes per rank.
         max_pinned_fraction: share of the KV blocks that pins may hold at most.
         min_load_tokens: shortest gain over the local hit that is worth a load.
         lookup_timeout_s: longest a request waits for the catalog before it goes on without.
@@ -58,7 +59,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     publish_on: tuple[FinishReason, ...] = (FinishReason.STOP,)
     publish_prompt_end: bool | None = None
     stream_ahead: bool = True
-    max_pinned_fraction: _Fraction = 0.25
+    stream_min_bytes: Annotated[int, msgspec.Meta(ge=1)] = 1 << 20
+    max_pinned_fraction: _Fraction = 0.5
     min_load_tokens: Annotated[int, msgspec.Meta(ge=1)] = 1
     lookup_timeout_s: _Seconds = 0.25
     publication_wait_s: Annotated[float, msgspec.Meta(ge=0, le=60)] = 0.1

@@ -1,0 +1,183 @@
+"""Catalog calls off the scheduler's thread: lookups with a deadline, leases, small messages.
+
+vLLM asks about a waiting request once per scheduler pass and must never be blocked, so a lookup
+runs on a thread and ``poll`` says "not yet" until it has answered or its time is up.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from backhaul.protocols.checkpoint import LeaseId, Reason
+from backhaul.protocols.domain import DomainRecord
+from backhaul.protocols.errors import StoreError
+from backhaul.protocols.options import Options
+from backhaul.transfer.base import LookupResult, Store
+
+logger = logging.getLogger(__name__)
+
+_SEND_TIMEOUT_S = 2.0
+"""For releases, announcements and the like: nobody waits for them."""
+
+
+@dataclass
+class Answer:
+    """What a lookup came to. ``reason`` is set where the store could not be asked."""
+
+    result: LookupResult
+    reason: Reason | None = None
+    expires: float = 0.0
+
+
+@dataclass
+class _Pending:
+    future: Future[Answer]
+    deadline: float
+    answer: Answer | None = None
+
+
+class Catalog:
+    """Lookups and one-way messages to a store's catalog, for one engine.
+
+    All methods return at once and are called from the scheduler's thread only. ``open_leases``
+    counts leases that were granted and not given back.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        domain: DomainRecord,
+        options: Options,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store = store
+        self._record = domain
+        self._domain = domain.domain_id
+        self._options = options
+        self._clock = clock
+        self._pending: dict[str, _Pending] = {}
+        self._leases: set[LeaseId] = set()
+        self._lock = threading.Lock()  # guards _leases: filled on the threads below
+        self._domain_known = False
+        self._threads = ThreadPoolExecutor(max_workers=4, thread_name_prefix="backhaul-catalog")
+
+    @property
+    def open_leases(self) -> int:
+        """Leases this engine holds."""
+        with self._lock:
+            return len(self._leases)
+
+    @property
+    def pending_lookups(self) -> int:
+        """Lookups that were started and neither used nor dropped."""
+        return len(self._pending)
+
+    def start(self, request_id: str, boundary_hashes: Sequence[bytes]) -> None:
+        """Begin a lookup unless one is under way for this request."""
+        if request_id in self._pending:
+            return
+        budget = self._options.lookup_timeout_s + self._options.publication_wait_s
+        future = self._threads.submit(self._lookup, list(boundary_hashes))
+        self._pending[request_id] = _Pending(future, self._clock() + budget)
+
+    def poll(self, request_id: str) -> Answer | None:
+        """The answer, or None while there is still time to wait for it.
+
+        Raises ``KeyError`` where no lookup was started.
+        """
+        pending = self._pending[request_id]
+        if pending.answer is not None:
+            return pending.answer
+        if pending.future.done():
+            pending.answer = pending.future.result()
+        elif self._clock() >= pending.deadline:
+            self._abandon(pending)
+            pending.answer = Answer(LookupResult(), Reason.TIMEOUT, float("inf"))
+        return pending.answer
+
+    def started(self, request_id: str) -> bool:
+        """Whether a lookup is under way or answered for this request."""
+        return request_id in self._pending
+
+    def take(self, request_id: str) -> LeaseId | None:
+        """Use the answer: its lease is now the caller's to release."""
+        pending = self._pending.pop(request_id)
+        assert pending.answer is not None
+        return pending.answer.result.lease
+
+    def drop(self, request_id: str) -> None:
+        """Forget a lookup and give its lease back. Harmless where there is none."""
+        pending = self._pending.pop(request_id, None)
+        if pending is None:
+            return
+        if pending.answer is None:
+            self._abandon(pending)
+        elif pending.answer.result.lease is not None:
+            self.release(pending.answer.result.lease)
+
+    def release(self, lease: LeaseId) -> None:
+        """Give a lease back."""
+        with self._lock:
+            self._leases.discard(lease)
+        self.send(lambda: self._store.release([lease], timeout_s=_SEND_TIMEOUT_S))
+
+    def send(self, call: Callable[[], object]) -> None:
+        """Run a call on a catalog thread; a store error is logged and forgotten."""
+        try:
+            self._threads.submit(self._guarded, call)
+        except RuntimeError:  # closed: the store lets leases and publications run out
+            logger.debug("backhaul: catalog is closed, a message is dropped")
+
+    def close(self) -> None:
+        """Stop the threads; calls that have not begun are dropped."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    @staticmethod
+    def _guarded(call: Callable[[], object]) -> None:
+        try:
+            call()
+        except StoreError as error:
+            logger.debug("backhaul: %s", error)
+        except Exception:
+            logger.exception("backhaul: unexpected error in a catalog call")
+
+    def _lookup(self, boundary_hashes: list[bytes]) -> Answer:
+        options = self._options
+        try:
+            if not self._domain_known:
+                self._store.open_domain(self._record, timeout_s=options.lookup_timeout_s)
+                self._domain_known = True
+            asked = self._clock()
+            result = self._store.lookup(
+                self._domain,
+                boundary_hashes,
+                lease_s=options.lease_s,
+                wait_s=options.publication_wait_s,
+                timeout_s=options.lookup_timeout_s + options.publication_wait_s,
+            )
+        except StoreError as error:
+            logger.debug("backhaul: lookup failed: %s", error)
+            return Answer(LookupResult(), Reason.UNREACHABLE, float("inf"))
+        except Exception:
+            logger.exception("backhaul: unexpected error in a lookup")
+            return Answer(LookupResult(), Reason.INTERNAL, float("inf"))
+        if result.lease is None:
+            return Answer(result, None, float("inf"))
+        with self._lock:
+            self._leases.add(result.lease)
+        # Half the lease is left for the load that follows.
+        return Answer(result, None, asked + options.lease_s / 2)
+
+    def _abandon(self, pending: _Pending) -> None:
+        """Release the lease of a lookup whose answer nobody waits for any more."""
+
+        def on_done(future: Future[Answer]) -> None:
+            if not future.cancelled() and (lease := future.result().result.lease) is not None:
+                self.release(lease)
+
+        pending.future.add_done_callback(on_done)

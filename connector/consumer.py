@@ -1,0 +1,230 @@
+"""Loading, scheduler side: ask the catalog, offer vLLM the deepest joint hit, survive failures.
+
+A failed load is repaired here and not through ``failed_recving``, because vLLM's default
+``kv_load_failure_policy`` would end the request: the request's blocks are freed, its computed
+count is set to 0, and vLLM schedules it afresh, with the bad checkpoint on a denylist.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from backhaul.connector.catalog import Catalog
+from backhaul.connector.endpoints import deepest_usable
+from backhaul.connector.jobs import BlockHolds, Job, JobBook
+from backhaul.connector.messages import BlockRef, LoadJob
+from backhaul.connector.stats import StatsRecorder
+from backhaul.connector.tracking import Load, TrackedRequest, primary_kind
+from backhaul.protocols.checkpoint import Reason
+from backhaul.protocols.layout import CacheLayout, GroupKind, block_hash_index, required_blocks
+from backhaul.protocols.options import Options
+
+logger = logging.getLogger(__name__)
+
+BlockTable = Sequence[Sequence[int]]
+
+
+class Offer(NamedTuple):
+    """``known`` False: ask again in the next pass. ``load`` None: nothing to load."""
+
+    known: bool
+    load: Load | None = None
+
+
+class Consumer:
+    """Scheduler half of loading. Called from the scheduler's thread only; never blocks."""
+
+    def __init__(
+        self,
+        *,
+        options: Options,
+        layout: CacheLayout,
+        catalog: Catalog,
+        holds: BlockHolds,
+        book: JobBook,
+        stats: StatsRecorder,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._options = options
+        self._layout = layout
+        self._grid = layout.boundary_tokens
+        self._catalog = catalog
+        self._holds = holds
+        self._book = book
+        self._stats = stats
+        self._clock = clock
+        self._outbox: list[LoadJob] = []
+        self._open: dict[int, Load] = {}  # dispatched and not settled, by job
+
+    @property
+    def busy(self) -> bool:
+        """A load waits to be dispatched or to be reported."""
+        return bool(self._outbox) or any(not load.job.finished for load in self._open.values())
+
+    def owns(self, job_id: int) -> bool:
+        """Whether a job is a load."""
+        return job_id in self._open
+
+    def take_jobs(self) -> list[LoadJob]:
+        """Jobs for the next step's metadata."""
+        jobs, self._outbox = self._outbox, []
+        return jobs
+
+    # -- lookup -------------------------------------------------------------------------------
+
+    def prefetch(self, tracked: TrackedRequest) -> None:
+        """Begin the lookup of a request that may be able to load."""
+        if not self._eligible(tracked):
+            return
+        request = tracked.request
+        # At least one token must remain to be computed.
+        count = max(request.num_tokens - 1, 0) // self._grid
+        step = self._grid // self._layout.hash_tokens
+        hashes = [bytes(request.block_hashes[(i + 1) * step - 1]) for i in range(count)]
+        if hashes:
+            self._catalog.start(tracked.request_id, hashes)
+
+    def offer(self, tracked: TrackedRequest, local_tokens: int) -> Offer:
+        """What to offer on top of a local hit."""
+        tracked.offered = None
+        tracked.local_tokens = local_tokens
+        if not self._eligible(tracked):
+            self._catalog.drop(tracked.request_id)
+            return Offer(known=True)
+        if not self._catalog.started(tracked.request_id):
+            self.prefetch(tracked)
+            if not self._catalog.started(tracked.request_id):
+                return Offer(known=True)
+        answer = self._catalog.poll(tracked.request_id)
+        if answer is None:
+            return Offer(known=False)
+        if self._clock() >= answer.expires:  # waited too long for blocks: the lease runs out
+            self._catalog.drop(tracked.request_id)
+            self.prefetch(tracked)
+            return Offer(known=False)
+        usable = {m.boundary: m for m in answer.result.matches if m.consumable}
+        boundary = deepest_usable(
+            usable,
+            local_tokens=local_tokens + self._options.min_load_tokens - 1,
+            limit_tokens=tracked.request.num_tokens - 1,
+            denied=frozenset(tracked.denied),
+        )
+        if not boundary:
+            inconsumable = (m.reason for m in answer.result.matches if not m.consumable)
+            tracked.miss = answer.reason or next(inconsumable, None) or tracked.miss
+            return Offer(known=True)
+        match = usable[boundary]
+        tracked.offered = Load(boundary, local_tokens, match.kinds, match.age_s)
+        return Offer(known=True, load=tracked.offered)
+
+    def accept(self, tracked: TrackedRequest, table: BlockTable, external_tokens: int) -> None:
+        """vLLM allocated blocks: start the load if it took our offer, else let it go."""
+        load, tracked.offered = tracked.offered, None
+        if load is None or external_tokens != load.boundary - load.local_tokens:
+            if self._catalog.started(tracked.request_id):
+                result = "unused" if load else str(tracked.miss or "miss")
+                self._stats.count("lookups", result)
+                self._catalog.drop(tracked.request_id)
+            return
+        self._stats.count("lookups", "hit")
+        lease = self._catalog.take(tracked.request_id)
+        assert lease is not None  # granted with every consumable match
+        blocks = tuple(self._blocks_to_fill(tracked, load, table))
+        load.lease = lease
+        load.block_ids = tuple(block.block_id for block in blocks)
+        load.job = self._book.open(tracked.request_id, ())
+        load.started = self._clock()
+        tracked.loading = load
+        self._open[load.job.job_id] = load
+        self._outbox.append(LoadJob(load.job.job_id, tracked.request_id, lease, blocks))
+
+    def drop(self, tracked: TrackedRequest) -> None:
+        """The request ended: forget its lookup. A running load goes on until it is reported."""
+        tracked.offered = None
+        self._catalog.drop(tracked.request_id)
+
+    # -- completion ---------------------------------------------------------------------------
+
+    def on_job(self, job: Job, *, finished: bool, settled: bool) -> None:
+        """A rank reported one of this half's jobs."""
+        load = self._open[job.job_id]
+        if finished:
+            self._catalog.release(load.lease)
+            self._stats.observe("load_seconds", self._clock() - load.started)
+            self._stats.count("load_bytes", n=job.nbytes)
+            if job.reason is not None:
+                self._stats.count("load_failures", job.reason)
+        if settled:
+            del self._open[job.job_id]
+            self._holds.give_back(job.blocks)
+
+    def on_received(self, tracked: TrackedRequest, manager: Any, *, waiting: bool) -> None:
+        """vLLM learns in this pass that the load is over on every rank.
+
+        Args:
+            manager: vLLM's KVCacheManager.
+            waiting: the request still waits for the load (it was not aborted meanwhile).
+        """
+        load, tracked.loading = tracked.loading, None
+        assert load is not None
+        job = load.job
+        if job.reason is None:
+            if waiting:
+                tracked.loaded = load
+                kind = primary_kind(load.kinds)
+                self._stats.count("loads", kind)
+                self._stats.count("loaded_tokens", kind, load.boundary - load.local_tokens)
+            return
+        if job.settled < job.ranks:
+            # The transfer may still write into these pages: keep them from being reused.
+            self._holds.take(load.block_ids, force=True)
+            job.blocks = load.block_ids
+        if waiting:
+            self.repair(tracked, load, job.reason, manager)
+
+    @staticmethod
+    def repair(tracked: TrackedRequest, load: Load, reason: Reason, manager: Any) -> None:
+        """Send a request back to be scheduled from its local hit, never to try ``load`` again."""
+        tracked.denied.add(load.boundary)
+        tracked.miss = reason
+        manager.free(tracked.request)
+        tracked.request.num_computed_tokens = 0
+
+    # -- helpers ------------------------------------------------------------------------------
+
+    def _eligible(self, tracked: TrackedRequest) -> bool:
+        request = tracked.request
+        params = request.kv_transfer_params
+        if params and params.get("do_remote_prefill"):
+            return False  # another connector fetches this request's own cache
+        return not request.skip_reading_prefix_cache
+
+    def _blocks_to_fill(
+        self, tracked: TrackedRequest, load: Load, table: BlockTable
+    ) -> list[BlockRef]:
+        """Pages to fill: attention above the local hit, and the one state at the boundary.
+
+        Empty where the table does not look as expected; the worker then reports a failed load.
+        """
+        hashes = tracked.request.block_hashes
+        unit = self._layout.hash_tokens
+        blocks: list[BlockRef] = []
+        for group in self._layout.groups:
+            ids = table[group.index]
+            for i in required_blocks(group, load.boundary):
+                local = (i + 1) * group.block_tokens <= load.local_tokens
+                if local and group.kind is not GroupKind.RECURRENT:
+                    continue
+                if i >= len(ids) or not ids[i]:
+                    logger.warning(
+                        "backhaul: request %s has no block %d in group %d for a load to %d tokens; "
+                        "it is recomputed",
+                        tracked.request_id, i, group.index, load.boundary,
+                    )  # fmt: skip
+                    return []
+                name = bytes(hashes[block_hash_index(group, i, unit)])
+                blocks.append(BlockRef(group.index, ids[i], name))
+        return blocks

@@ -1,0 +1,131 @@
+"""Where a request's checkpoints end: pure decisions on plain numbers.
+
+The prompt of N tokens on a boundary grid of B tokens, with the ends of spec.md::
+
+    0 ........ U_end ..... N = P_end ........... n = D_end
+               |  generation-only suffix  |  generated, committed  |
+
+    materialised:  floor(U_end)      floor(N - 1)            floor(n)
+
+A prompt's replay can use at most N - 1 tokens (a state that already holds the token to be
+recomputed would apply it twice), hence floor(N - 1) for P_end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from backhaul.protocols.checkpoint import CheckpointKind
+from backhaul.protocols.options import FinishReason, Options, Policy
+
+
+class RequestHints(msgspec.Struct, frozen=True, kw_only=True):
+    """``kv_transfer_params["backhaul"]`` of one request, checked.
+
+    Attributes:
+        u_end: the U_end token position, or None where the renderer gave none.
+        rejected: names of fields whose value was ignored, to be counted.
+    """
+
+    u_end: int | None = None
+    rejected: tuple[str, ...] = ()
+
+
+def parse_hints(params: object, prompt_tokens: int) -> RequestHints:
+    """Read a request's hints. Never raises: what is malformed is named in ``rejected``.
+
+    ``u_end`` must be an int (no bool) in 1 ... ``prompt_tokens``. Unknown fields are left alone,
+    since a proxy may hand one leg's answer to the other.
+    """
+    if params is None:
+        return RequestHints()
+    if not isinstance(params, dict):
+        return RequestHints(rejected=("backhaul",))
+    u_end: Any = params.get("u_end")
+    if u_end is None:
+        return RequestHints()
+    if type(u_end) is not int or not 1 <= u_end <= prompt_tokens:
+        return RequestHints(rejected=("u_end",))
+    return RequestHints(u_end=u_end)
+
+
+class PromptEnds(msgspec.Struct, frozen=True, kw_only=True):
+    """Boundaries inside a prompt at which this engine takes a checkpoint (0: none)."""
+
+    input_end: int = 0
+    prompt_end: int = 0
+    shared_prefix: int = 0
+
+    def kinds_at(self, boundary: int) -> tuple[CheckpointKind, ...]:
+        """Logical ends that materialise at ``boundary``."""
+        ends = (
+            (self.input_end, CheckpointKind.INPUT_END),
+            (self.prompt_end, CheckpointKind.PROMPT_END),
+            (self.shared_prefix, CheckpointKind.SHARED_PREFIX),
+        )
+        return tuple(kind for end, kind in ends if end and end == boundary)
+
+    def stops_after(self, position: int) -> list[int]:
+        """Chunk ends to force above ``position``, ascending. P_end needs none: vLLM ends a chunk
+        there by itself."""
+        return sorted({end for end in (self.input_end, self.shared_prefix) if end > position})
+
+
+def prompt_ends(
+    *,
+    options: Options,
+    u_end: int | None,
+    prompt_tokens: int,
+    junction: int,
+    grid: int,
+    carries_prompt: bool,
+) -> PromptEnds:
+    """Ends of one prompt under a policy.
+
+    Args:
+        u_end: the renderer's offset in tokens, or None.
+        junction: vLLM's shared-prefix boundary in tokens; 0 where it saw none.
+        grid: the boundary grid B in tokens.
+        carries_prompt: no other connector hands this prompt's cache over.
+    """
+    policy = options.policy
+    wants_input = policy in (Policy.INPUT_END, Policy.BOTH) and u_end is not None
+    wants_prompt = options.publish_prompt_end
+    if wants_prompt is None:
+        wants_prompt = carries_prompt or policy is Policy.MAIN_SPARSE
+    return PromptEnds(
+        input_end=(u_end or 0) // grid * grid if wants_input else 0,
+        prompt_end=max(prompt_tokens - 1, 0) // grid * grid if wants_prompt else 0,
+        shared_prefix=junction // grid * grid,
+    )
+
+
+def wants_decode_end(policy: Policy) -> bool:
+    """Whether a policy publishes D_end."""
+    return policy in (Policy.DECODE_END, Policy.BOTH)
+
+
+def decode_end(*, committed: int, total_tokens: int, grid: int) -> int:
+    """Boundary of D_end in tokens.
+
+    ``committed`` tokens have been computed and accepted; of ``total_tokens`` (prompt + output) the
+    last one was sampled but is no part of the computed prefix.
+    """
+    return max(min(committed, total_tokens - 1), 0) // grid * grid
+
+
+def publishes_decode_end(reason: FinishReason | None, publish_on: Iterable[FinishReason]) -> bool:
+    """Whether a request that ended for ``reason`` (None: preempted, error) publishes its D_end."""
+    return reason is not None and reason in publish_on
+
+
+def deepest_usable(
+    boundaries: Iterable[int], *, local_tokens: int, limit_tokens: int, denied: frozenset[int]
+) -> int:
+    """The boundary to load, or 0: the deepest one above the local hit, at most ``limit_tokens``
+    (one token must remain to be computed) and not denied after a failed load."""
+    usable = (b for b in boundaries if local_tokens < b <= limit_tokens and b not in denied)
+    return max(usable, default=0)

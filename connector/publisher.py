@@ -1,0 +1,359 @@
+"""Publishing, scheduler side: pin what will be needed, confirm it, turn it into jobs.
+
+A state at boundary b sits in its group's table from the step that computes token b - 1 until the
+step after next. So it is pinned in the pass that schedules that step, counts as *confirmed* once
+the step's output was processed (only then is it sent: no stream ordering is needed on top), and is
+given back when a deeper one is confirmed, when it was sent, or when the request ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from backhaul.connector.catalog import Catalog
+from backhaul.connector.endpoints import decode_end, wants_decode_end
+from backhaul.connector.jobs import BlockHolds, Job, JobBook
+from backhaul.connector.messages import BlockRef, PublishJob
+from backhaul.connector.stats import StatsRecorder
+from backhaul.connector.tracking import Pin, TrackedRequest
+from backhaul.protocols.checkpoint import (
+    CheckpointKind,
+    CheckpointManifest,
+    DomainId,
+    PublicationId,
+    Reason,
+)
+from backhaul.protocols.layout import CacheLayout, GroupKind, block_hash_index, required_blocks
+from backhaul.protocols.options import Options
+from backhaul.transfer.base import Store
+
+logger = logging.getLogger(__name__)
+
+_ANNOUNCE_TTL_S = 5.0
+"""A publication that takes longer is not worth waiting for; lookups stop waiting earlier anyway."""
+
+_KEEP_ALIVE_S = 5.0
+"""Between two keep-alives of open publications; the daemon's default time-to-live is far longer."""
+
+BlockTable = Sequence[Sequence[int]]
+"""Block ids by vLLM group index, then block index."""
+
+
+@dataclass
+class _Sending:
+    """A dispatched job and what it is for."""
+
+    job: Job
+    publication: PublicationId
+    kinds: tuple[CheckpointKind, ...]
+    tracked: TrackedRequest | None
+    upto: int
+    started: float
+    finished_at: float | None = None
+
+
+class Publisher:
+    """Scheduler half of publishing. Called from the scheduler's thread only; never blocks."""
+
+    def __init__(
+        self,
+        *,
+        options: Options,
+        layout: CacheLayout,
+        domain: DomainId,
+        engine_id: str,
+        object_bytes: dict[int, int],
+        store: Store,
+        catalog: Catalog,
+        holds: BlockHolds,
+        book: JobBook,
+        stats: StatsRecorder,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._options = options
+        self._layout = layout
+        self._grid = layout.boundary_tokens
+        self._domain = domain
+        self._engine_id = engine_id
+        self._object_bytes = object_bytes
+        self._store = store
+        self._catalog = catalog
+        self._holds = holds
+        self._book = book
+        self._stats = stats
+        self._clock = clock
+        self._outbox: list[PublishJob] = []
+        self._sending: dict[int, _Sending] = {}
+        self._open: set[PublicationId] = set()
+        self._kept_alive = clock()
+        self._pins = 0
+        self._sequence = 0
+
+    # -- state for people and tests -----------------------------------------------------------
+
+    @property
+    def pins(self) -> int:
+        """Pinned positions of all requests."""
+        return self._pins
+
+    @property
+    def busy(self) -> bool:
+        """A job waits to be dispatched or to be reported."""
+        return bool(self._outbox or self._sending)
+
+    def take_jobs(self) -> list[PublishJob]:
+        """Jobs for the next step's metadata."""
+        jobs, self._outbox = self._outbox, []
+        return jobs
+
+    # -- events -------------------------------------------------------------------------------
+
+    def on_scheduled(self, tracked: TrackedRequest, tokens: int, table: BlockTable) -> None:
+        """A step computes ``tokens`` more tokens of the request; ``table`` already covers them."""
+        request = tracked.request
+        start = request.num_computed_tokens
+        if tracked.pins:
+            self.confirm(tracked, start - request.num_in_flight_tokens, table)
+        boundary = (start + tokens) // self._grid * self._grid
+        if boundary <= start or boundary == 0:
+            return
+        kinds = tracked.ends.kinds_at(boundary)
+        decoding = boundary >= request.num_prompt_tokens and wants_decode_end(self._options.policy)
+        if kinds or decoding:
+            self._pin(tracked, boundary, kinds, table)
+
+    def confirm(self, tracked: TrackedRequest, committed: int, table: BlockTable) -> None:
+        """``committed`` tokens are final: publish prompt ends, keep the deepest decode position."""
+        ready = sorted(b for b, p in tracked.pins.items() if not p.confirmed and b <= committed)
+        for boundary in ready:
+            pin = tracked.pins[boundary]
+            pin.confirmed = True
+            if pin.kinds:
+                self._publish(tracked, pin, pin.kinds, table, self._new_publication(tracked))
+            if boundary < tracked.request.num_prompt_tokens or not wants_decode_end(
+                self._options.policy
+            ):
+                self._unpin(tracked, boundary)
+                continue
+            if tracked.decode_pin:
+                self._unpin(tracked, tracked.decode_pin)
+            tracked.decode_pin = boundary
+            if self._options.stream_ahead:
+                self._stream(tracked, pin, table)
+
+    def on_preempted(self, tracked: TrackedRequest) -> None:
+        """The request lost its blocks: its decode positions are discarded."""
+        self.unpin_all(tracked)
+
+    def on_finished(
+        self, tracked: TrackedRequest, table: BlockTable, *, committed: int, publish: bool
+    ) -> bool:
+        """The request ended with ``committed`` computed tokens. Sends D_end if ``publish``.
+        Returns whether a D_end publication was dispatched."""
+        self.confirm(tracked, committed, table)
+        sent = False
+        if publish and wants_decode_end(self._options.policy):
+            end = decode_end(
+                committed=committed, total_tokens=tracked.request.num_tokens, grid=self._grid
+            )
+            pin = tracked.pins.get(tracked.decode_pin)
+            if pin is not None and pin.boundary <= end:
+                publication = tracked.publication or self._new_publication(tracked)
+                sent = self._publish(
+                    tracked, pin, (CheckpointKind.DECODE_END,), table, publication, last=True
+                )
+            elif end >= tracked.request.num_prompt_tokens:
+                self._stats.count("publication_failures", Reason.STATE_MISSING)
+        if tracked.publication is not None and not sent:
+            self._end_publication(tracked.publication)
+        self.unpin_all(tracked)
+        return sent
+
+    def on_job(self, job: Job, *, finished: bool, settled: bool) -> None:
+        """A rank reported one of this half's jobs."""
+        sending = self._sending.get(job.job_id)
+        if finished and sending is not None:
+            del self._sending[job.job_id]
+            self._complete(sending)
+        if settled:
+            self._holds.give_back(job.blocks)
+
+    def keep_alive(self) -> None:
+        """Keep streamed objects of running requests; called every pass, acts every few seconds."""
+        now = self._clock()
+        if self._open and now - self._kept_alive > _KEEP_ALIVE_S:
+            self._kept_alive = now
+            publications = list(self._open)
+            self._catalog.send(lambda: self._store.keep_alive(publications, timeout_s=2.0))
+
+    def unpin_all(self, tracked: TrackedRequest) -> None:
+        """Give every pin of a request back."""
+        for boundary in list(tracked.pins):
+            self._unpin(tracked, boundary)
+
+    # -- pins ---------------------------------------------------------------------------------
+
+    def _pin(
+        self,
+        tracked: TrackedRequest,
+        boundary: int,
+        kinds: tuple[CheckpointKind, ...],
+        table: BlockTable,
+    ) -> None:
+        blocks: dict[int, tuple[tuple[int, int], ...]] = {}
+        for group in self._layout.groups:
+            if group.kind is GroupKind.FULL:
+                continue
+            ids = table[group.index]
+            pairs = tuple(
+                (i, ids[i]) for i in required_blocks(group, boundary) if i < len(ids) and ids[i]
+            )
+            if len(pairs) != len(required_blocks(group, boundary)):
+                self._stats.count("publication_failures", Reason.STATE_MISSING)
+                return
+            blocks[group.index] = pairs
+        pin = Pin(boundary, blocks, kinds)
+        if (old := tracked.pins.get(boundary)) is not None:
+            if old.blocks == blocks:
+                return
+            self._unpin(tracked, boundary)  # rolled back and crossed again in another block
+        if not self._holds.take(pin.block_ids):
+            self._stats.count("publication_failures", Reason.PIN_LIMIT)
+            return
+        tracked.pins[boundary] = pin
+        self._pins += 1
+
+    def _unpin(self, tracked: TrackedRequest, boundary: int) -> None:
+        pin = tracked.pins.pop(boundary)
+        self._pins -= 1
+        if tracked.decode_pin == boundary:
+            tracked.decode_pin = 0
+        self._holds.give_back(pin.block_ids)
+
+    # -- jobs ---------------------------------------------------------------------------------
+
+    def _new_publication(self, tracked: TrackedRequest) -> PublicationId:
+        self._sequence += 1
+        return PublicationId(f"{self._engine_id}/{tracked.request_id}/{self._sequence}")
+
+    def _attention(
+        self, tracked: TrackedRequest, boundary: int, table: BlockTable, *, above: int = 0
+    ) -> list[BlockRef]:
+        """Full-attention blocks below ``boundary`` and not below ``above`` (tokens)."""
+        hashes = tracked.request.block_hashes
+        unit = self._layout.hash_tokens
+        return [
+            BlockRef(g.index, table[g.index][i], bytes(hashes[block_hash_index(g, i, unit)]))
+            for g in self._layout.groups
+            if g.kind is GroupKind.FULL
+            for i in range(above // g.block_tokens, boundary // g.block_tokens)
+        ]
+
+    def _pinned(self, tracked: TrackedRequest, pin: Pin) -> list[BlockRef]:
+        hashes = tracked.request.block_hashes
+        unit = self._layout.hash_tokens
+        return [
+            BlockRef(g.index, block, bytes(hashes[block_hash_index(g, i, unit)]))
+            for g in self._layout.groups
+            for i, block in pin.blocks.get(g.index, ())
+        ]
+
+    def _publish(
+        self,
+        tracked: TrackedRequest,
+        pin: Pin,
+        kinds: tuple[CheckpointKind, ...],
+        table: BlockTable,
+        publication: PublicationId,
+        *,
+        last: bool = False,
+    ) -> bool:
+        hashes = tracked.request.block_hashes
+        count = pin.boundary // self._layout.hash_tokens
+        above = tracked.streamed if publication == tracked.publication else 0
+        blocks = self._attention(tracked, pin.boundary, table, above=above)
+        blocks += self._pinned(tracked, pin)
+        manifest = CheckpointManifest(
+            boundary=pin.boundary,
+            hashes=tuple(bytes(h) for h in hashes[:count]),
+            kinds=kinds,
+            producer=self._engine_id,
+        )
+        job = self._dispatch(tracked, publication, blocks, manifest, kinds, pin.boundary)
+        if job is None:
+            self._end_publication(publication)
+            return False
+        if last:
+            self._sending[job.job_id].finished_at = self._clock()
+        boundary, name = pin.boundary, manifest.hashes[-1]
+        self._catalog.send(
+            lambda: self._store.announce(
+                self._domain, boundary, name, ttl_s=_ANNOUNCE_TTL_S, timeout_s=1.0
+            )
+        )
+        return True
+
+    def _stream(self, tracked: TrackedRequest, pin: Pin, table: BlockTable) -> None:
+        """Send the attention blocks of a confirmed decode position ahead, one job at a time."""
+        if tracked.stream_job:
+            return
+        blocks = self._attention(tracked, pin.boundary, table, above=tracked.streamed)
+        if sum(self._object_bytes[b.group] for b in blocks) < self._options.stream_min_bytes:
+            return
+        if tracked.publication is None:
+            tracked.publication = self._new_publication(tracked)
+        job = self._dispatch(tracked, tracked.publication, blocks, None, (), pin.boundary)
+        if job is not None:
+            tracked.stream_job = job.job_id
+
+    def _dispatch(
+        self,
+        tracked: TrackedRequest,
+        publication: PublicationId,
+        blocks: list[BlockRef],
+        manifest: CheckpointManifest | None,
+        kinds: tuple[CheckpointKind, ...],
+        upto: int,
+    ) -> Job | None:
+        """Hold the blocks and put the job into the outbox. None where the pin limit forbids it."""
+        ids = [block.block_id for block in blocks]
+        if 0 in ids:  # a block that vLLM has dropped already
+            self._stats.count("publication_failures", Reason.ATTENTION_MISSING)
+            return None
+        if not self._holds.take(ids):
+            self._stats.count("publication_failures", Reason.PIN_LIMIT)
+            return None
+        job = self._book.open(tracked.request_id, ids)
+        self._sending[job.job_id] = _Sending(job, publication, kinds, tracked, upto, self._clock())
+        self._open.add(publication)
+        self._outbox.append(
+            PublishJob(job.job_id, publication, self._domain, tuple(blocks), manifest)
+        )
+        return job
+
+    def _complete(self, sending: _Sending) -> None:
+        job, tracked = sending.job, sending.tracked
+        self._stats.count("publish_bytes", n=job.nbytes)
+        if not sending.kinds:  # streamed ahead
+            if tracked is not None:
+                tracked.stream_job = 0
+                if job.reason is None:
+                    tracked.streamed = max(tracked.streamed, sending.upto)
+            return
+        now = self._clock()
+        if job.reason is None:
+            for kind in sending.kinds:
+                self._stats.count("publications", kind)
+            self._stats.observe("publish_seconds", now - sending.started)
+            if sending.finished_at is not None:
+                self._stats.observe("finish_to_consumable_seconds", now - sending.finished_at)
+        else:
+            self._stats.count("publication_failures", job.reason)
+        self._end_publication(sending.publication)
+
+    def _end_publication(self, publication: PublicationId) -> None:
+        self._open.discard(publication)
+        self._catalog.send(lambda: self._store.abandon(publication, timeout_s=2.0))

@@ -1,0 +1,278 @@
+"""The scheduler half: turns vLLM's scheduler hooks into events for Publisher and Consumer."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+from vllm.v1.request import RequestStatus
+
+from backhaul.connector.catalog import Catalog
+from backhaul.connector.consumer import Consumer
+from backhaul.connector.endpoints import parse_hints, prompt_ends, publishes_decode_end
+from backhaul.connector.engine import EngineFacts
+from backhaul.connector.jobs import BlockHolds, JobBook
+from backhaul.connector.messages import StepMetadata, WorkerReport
+from backhaul.connector.publisher import Publisher
+from backhaul.connector.stats import BackhaulStats, StatsRecorder
+from backhaul.connector.tracking import Load, TrackedRequest
+from backhaul.protocols.options import FinishReason, Options
+from backhaul.transfer.base import Store
+
+logger = logging.getLogger(__name__)
+
+_FINISH_REASONS = {
+    RequestStatus.FINISHED_STOPPED: FinishReason.STOP,
+    RequestStatus.FINISHED_LENGTH_CAPPED: FinishReason.LENGTH,
+    RequestStatus.FINISHED_ABORTED: FinishReason.ABORT,
+}
+
+_SETTLE_STEPPING_S = 30.0
+"""How long an otherwise idle engine keeps stepping for jobs that are over but not settled. Past
+this (a hung peer) they settle with the next traffic instead of burning a core."""
+
+
+class SchedulerHalf:
+    """One per engine; every method runs on the scheduler's thread and returns at once."""
+
+    def __init__(
+        self, facts: EngineFacts, options: Options, store: Store, *, loads: bool, publishes: bool
+    ) -> None:
+        self._facts = facts
+        self._options = options
+        self._store = store
+        self._publishes = publishes
+        self._requests: dict[str, TrackedRequest] = {}
+        self._aborted_loads: dict[str, TrackedRequest] = {}
+        self._pinned: dict[str, TrackedRequest] = {}
+        self._manager: Any = None
+        self._domain_sent = False
+        self._idle_since: float | None = None
+        self._stats = StatsRecorder()
+        self._book = JobBook(facts.layout.ranks)
+        self._holds = BlockHolds(int(facts.num_blocks * options.max_pinned_fraction))
+        self._catalog = Catalog(store, facts.domain, options)
+        self._publisher = Publisher(
+            options=options,
+            layout=facts.layout,
+            domain=facts.domain.domain_id,
+            engine_id=facts.engine_id,
+            object_bytes=facts.object_bytes,
+            store=store,
+            catalog=self._catalog,
+            holds=self._holds,
+            book=self._book,
+            stats=self._stats,
+        )
+        self._consumer = (
+            Consumer(
+                options=options,
+                layout=facts.layout,
+                catalog=self._catalog,
+                holds=self._holds,
+                book=self._book,
+                stats=self._stats,
+            )
+            if loads
+            else None
+        )
+
+    # -- vLLM's hooks, in the order of a request's life ---------------------------------------
+
+    def bind(self, manager: Any) -> None:
+        """vLLM made its KVCacheManager."""
+        self._manager = manager
+        self._holds.bind(manager.block_pool)
+
+    def on_new_request(self, request: Any) -> None:
+        """A request arrived; its lookup begins now, before a slot is free for it."""
+        params = request.kv_transfer_params
+        params = params if isinstance(params, dict) else {}
+        hints = parse_hints(params.get("backhaul"), request.num_prompt_tokens)
+        for name in hints.rejected:
+            self._stats.count("hints_rejected", name)
+        carried = params.get("do_remote_decode") or params.get("do_remote_prefill")
+        tracked = TrackedRequest(request, hints, carries_prompt=not carried)
+        self._requests[tracked.request_id] = tracked
+        if self._consumer is not None:
+            self._consumer.prefetch(tracked)
+
+    def get_num_new_matched_tokens(
+        self, request: Any, local_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Tokens that a load would add to the local hit; None while that is not known."""
+        tracked = self._requests.get(request.request_id)
+        if tracked is None:
+            return 0, False
+        load: Load | None = None
+        if self._consumer is not None:
+            offer = self._consumer.offer(tracked, local_tokens)
+            if not offer.known:
+                return None, False
+            load = offer.load
+        self._plan_prompt(tracked, local_tokens, load.boundary if load else 0)
+        return (load.boundary - local_tokens, True) if load else (0, False)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, external_tokens: int) -> None:
+        """Blocks were allocated: a load that vLLM took from us starts with the next step."""
+        tracked = self._requests.get(request.request_id)
+        if tracked is not None and self._consumer is not None:
+            self._consumer.accept(tracked, blocks.get_block_ids(), external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
+        """One pass is scheduled: pin, confirm, and hand jobs to the workers."""
+        for tracked in [t for t in self._pinned.values() if self._was_preempted(t)]:
+            self._publisher.on_preempted(tracked)
+            self._pinned.pop(tracked.request_id, None)
+        state = scheduler_output.kv_connector_block_state
+        for request_id, tokens in scheduler_output.num_scheduled_tokens.items():
+            if request_id in self._requests:
+                self._on_scheduled(self._requests[request_id], tokens, state)
+        self._publisher.keep_alive()
+        meta = StepMetadata(publishes=self._publisher.take_jobs())
+        if self._consumer is not None:
+            meta.loads = self._consumer.take_jobs()
+        if not self._domain_sent:
+            meta.domain = self._facts.domain
+            self._domain_sent = True
+        return meta
+
+    def update_connector_output(self, output: Any) -> None:
+        """Workers reported: settle jobs, and repair requests whose load failed."""
+        report = output.kv_connector_worker_meta
+        if isinstance(report, WorkerReport):
+            for entry in report.reports:
+                job, finished, settled = self._book.apply(entry)
+                if job is None:
+                    continue
+                loads = self._consumer
+                owner = loads if loads and loads.owns(job.job_id) else self._publisher
+                owner.on_job(job, finished=finished, settled=settled)
+        for request_id in output.finished_recving or ():
+            self._on_received(request_id)
+
+    def request_finished(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """The request ended; its blocks are free as soon as this returns."""
+        tracked = self._requests.pop(request.request_id, None)
+        if tracked is None:
+            return False, None
+        self._pinned.pop(tracked.request_id, None)
+        if self._consumer is not None:
+            self._consumer.drop(tracked)
+        if tracked.loading is not None:
+            # Aborted while loading: vLLM keeps the blocks until the load is reported, and
+            # num_computed_tokens counts tokens that never arrived.
+            self._aborted_loads[tracked.request_id] = tracked
+            self._publisher.unpin_all(tracked)
+            return False, None
+        reason = _FINISH_REASONS.get(request.status)
+        published = self._publisher.on_finished(
+            tracked,
+            block_ids,
+            committed=max(request.num_computed_tokens - request.num_in_flight_tokens, 0),
+            publish=self._publishes and publishes_decode_end(reason, self._options.publish_on),
+        )
+        return False, {"backhaul": {**tracked.result(), "publishing_decode_end": published}}
+
+    # -- the engine's other questions ---------------------------------------------------------
+
+    def has_pending_push_work(self) -> bool:
+        """Whether an idle engine should keep stepping."""
+        if self._publisher.busy or (self._consumer is not None and self._consumer.busy):
+            self._idle_since = None
+            return True
+        if not self._book.jobs:
+            return False
+        if self._idle_since is None:
+            self._idle_since = time.monotonic()
+        return time.monotonic() - self._idle_since < _SETTLE_STEPPING_S
+
+    def take_stats(self) -> BackhaulStats | None:
+        """What happened since the last call."""
+        return self._stats.report(self.gauges())
+
+    def gauges(self) -> dict[str, int]:
+        """State that must return to zero when the engine is idle."""
+        return {
+            "held_blocks": self._holds.held,
+            "pins": self._publisher.pins,
+            "open_leases": self._catalog.open_leases,
+            "open_jobs": len(self._book.jobs),
+            "tracked_requests": len(self._requests) + len(self._aborted_loads),
+        }
+
+    def reset_cache(self) -> None:
+        """vLLM's cache is reset: give every pin back."""
+        for tracked in self._pinned.values():
+            self._publisher.unpin_all(tracked)
+        self._pinned.clear()
+
+    def shutdown(self) -> None:
+        """Stop the catalog threads and close the store."""
+        self._catalog.close()
+        self._store.close()
+
+    # -- helpers ------------------------------------------------------------------------------
+
+    def _plan_prompt(self, tracked: TrackedRequest, local_tokens: int, boundary: int) -> None:
+        """Decide the prompt's ends, and where vLLM must end a chunk for them.
+
+        vLLM has just assigned ``shared_prefix_boundary`` (the junction, or 0) and reads it next
+        when it cuts the chunk and when it decides what stays cached.
+        """
+        request = tracked.request
+        resume = max(local_tokens, boundary)
+        junction = request.shared_prefix_boundary
+        tracked.ends = prompt_ends(
+            options=self._options,
+            u_end=tracked.hints.u_end if self._publishes else None,
+            prompt_tokens=request.num_prompt_tokens,
+            junction=junction,
+            grid=self._facts.layout.boundary_tokens,
+            carries_prompt=tracked.carries_prompt and self._publishes,
+        )
+        if not self._facts.layout.has_recurrent:
+            tracked.stops = []
+            return
+        tracked.stops = tracked.ends.stops_after(resume)
+        if tracked.stops:
+            request.shared_prefix_boundary = tracked.stops[0]
+        elif boundary:
+            # Makes vLLM keep the loaded state in its own prefix cache.
+            request.shared_prefix_boundary = boundary
+
+    def _on_scheduled(self, tracked: TrackedRequest, tokens: int, state: Any) -> None:
+        request = tracked.request
+        end = request.num_computed_tokens + tokens
+        if tracked.stops and end >= tracked.stops[0]:
+            if end == tracked.stops[0]:
+                for kind in tracked.ends.kinds_at(end):
+                    self._stats.count("forced_chunk_ends", kind)
+            tracked.stops = [stop for stop in tracked.stops if stop > end]
+            if tracked.stops:
+                request.shared_prefix_boundary = tracked.stops[0]
+        if not self._publishes:
+            return
+        grid = self._facts.layout.boundary_tokens
+        if tracked.pins or end // grid > request.num_computed_tokens // grid:
+            self._publisher.on_scheduled(tracked, tokens, state.get_block_ids(tracked.request_id))
+            if tracked.pins:
+                tracked.preemptions = request.num_preemptions
+                self._pinned[tracked.request_id] = tracked
+            else:
+                self._pinned.pop(tracked.request_id, None)
+
+    @staticmethod
+    def _was_preempted(tracked: TrackedRequest) -> bool:
+        return bool(tracked.request.num_preemptions != tracked.preemptions)
+
+    def _on_received(self, request_id: str) -> None:
+        """vLLM is about to learn that a load ended, ours or another connector's."""
+        aborted = self._aborted_loads.pop(request_id, None)
+        tracked = aborted or self._requests.get(request_id)
+        if tracked is None or tracked.loading is None or self._consumer is None:
+            return
+        self._consumer.on_received(tracked, self._manager, waiting=aborted is None)

@@ -1,0 +1,167 @@
+"""Startup check of every vLLM surface that Backhaul leans on and that is not its public API.
+
+A missing or changed one is named at start, instead of failing somewhere later. What is checked is
+what the code uses; see docs/architecture.md for why each is needed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from backhaul.protocols.errors import UnsupportedError
+
+SUPPORTED = ("0.32", "0.33")
+"""Minor versions of vLLM that were checked."""
+
+
+class Surface(NamedTuple):
+    """One thing that must be there; ``test`` says whether the imported object fits."""
+
+    module: str
+    name: str
+    what: str
+    test: Callable[[Any], bool]
+
+
+def _parameters(*names: str) -> Callable[[Any], bool]:
+    return lambda f: set(names) <= set(inspect.signature(f).parameters)
+
+
+def _source_has(*fragments: str) -> Callable[[Any], bool]:
+    def test(item: Any) -> bool:
+        source = inspect.getsource(item)
+        return all(fragment in source for fragment in fragments)
+
+    return test
+
+
+def _in_order(*fragments: str) -> Callable[[Any], bool]:
+    """Each fragment occurs, the first occurrences in this order."""
+
+    def test(item: Any) -> bool:
+        source = inspect.getsource(item)
+        found = [source.find(fragment) for fragment in fragments]
+        return -1 not in found and found == sorted(found)
+
+    return test
+
+
+_BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
+_SCHEDULER = "vllm.v1.core.sched.scheduler"
+
+SURFACES: tuple[Surface, ...] = (
+    Surface(
+        _BASE, "KVConnectorBase_V1.__init__", "three-argument constructor",
+        _parameters("vllm_config", "role", "kv_cache_config"),
+    ),
+    Surface(
+        _BASE, "KVConnectorBase_V1.get_transfer_results", "transfer results",
+        _parameters("finished_req_ids"),
+    ),
+    Surface(
+        _BASE, "KVConnectorBase_V1.bind_kv_cache_manager", "access to the cache manager",
+        _parameters("kv_cache_manager"),
+    ),
+    Surface(_BASE, "KVConnectorBase_V1.on_new_request", "arrival hook", _parameters("request")),
+    Surface(
+        _BASE, "KVConnectorBase_V1.update_connector_output", "worker reports",
+        _parameters("connector_output"),
+    ),
+    Surface(
+        _BASE, "KVConnectorBase_V1.build_connector_worker_meta", "worker reports", _parameters()
+    ),
+    Surface(_BASE, "KVConnectorBase_V1.has_pending_push_work", "stepping on", _parameters()),
+    Surface(
+        _BASE, "SupportsHMA.request_finished_all_groups", "hybrid finish hook",
+        _parameters("request", "block_ids"),
+    ),
+    Surface(
+        "vllm.v1.request", "Request.__init__", "request attributes",
+        _source_has(
+            "self.num_computed_tokens", "self.num_in_flight_tokens", "self.num_preemptions",
+            "self.shared_prefix_boundary", "self.kv_transfer_params", "self.block_hashes",
+            "self.skip_reading_prefix_cache",
+        ),
+    ),
+    Surface(
+        "vllm.v1.core.block_pool", "BlockPool.touch", "block references", _parameters("blocks")
+    ),
+    Surface(
+        "vllm.v1.core.block_pool", "BlockPool.free_blocks", "block references",
+        _parameters("ordered_blocks"),
+    ),
+    Surface(
+        "vllm.v1.core.block_pool", "BlockPool.__init__", "block table", _source_has("self.blocks")
+    ),
+    Surface(
+        "vllm.v1.core.kv_cache_manager", "KVCacheManager.free", "freeing a failed load",
+        _parameters("request"),
+    ),
+    Surface(
+        "vllm.v1.core.kv_cache_manager", "KVCacheBlocks.get_block_ids", "block ids", _parameters()
+    ),
+    Surface(
+        "vllm.v1.core.sched.output", "KVConnectorBlockState.get_block_ids", "block ids",
+        _parameters("req_id"),
+    ),
+    Surface(
+        _SCHEDULER, "Scheduler._mamba_block_aligned_split", "forced chunk ends",
+        _source_has("shared_prefix_boundary"),
+    ),
+    Surface(
+        _SCHEDULER, "Scheduler.schedule", "order of the boundary's assignment and the lookup",
+        _in_order(
+            "request.shared_prefix_boundary,",
+            "self.connector.get_num_new_matched_tokens(",
+            "self.connector.update_state_after_alloc(",
+        ),
+    ),
+    Surface(
+        _SCHEDULER, "Scheduler._update_from_kv_xfer_finished", "order of a load's completion",
+        _in_order("update_connector_output(", "finished_recving_kv_req_ids.add("),
+    ),
+    Surface(
+        "vllm.v1.kv_cache_interface", "MambaSpec", "align mode", _source_has("mamba_cache_mode")
+    ),
+    Surface(
+        "vllm.v1.kv_cache_interface", "KVCacheConfig", "hash unit and groups",
+        _source_has("hash_block_size", "prefix_cacheable_group_ids", "kv_cache_layout"),
+    ),
+)  # fmt: skip
+
+
+def missing_surfaces(surfaces: tuple[Surface, ...] = SURFACES) -> list[str]:
+    """One line per surface that is missing or does not fit; empty when all is well."""
+    problems = []
+    for surface in surfaces:
+        where = f"{surface.module}.{surface.name} ({surface.what})"
+        try:
+            item: Any = importlib.import_module(surface.module)
+            for part in surface.name.split("."):
+                item = getattr(item, part)
+        except (ImportError, AttributeError) as error:
+            problems.append(f"{where}: missing, {error}")
+            continue
+        try:
+            fits = surface.test(item)
+        except (OSError, TypeError, ValueError) as error:
+            problems.append(f"{where}: cannot be examined, {error}")
+            continue
+        if not fits:
+            problems.append(f"{where}: changed")
+    return problems
+
+
+def require_vllm_surface() -> None:
+    """Raises ``UnsupportedError`` that names every private surface that is missing or changed."""
+    import vllm
+
+    problems = missing_surfaces()
+    if problems:
+        raise UnsupportedError(
+            f"vLLM {vllm.__version__} lacks what Backhaul needs (checked with "
+            f"{', '.join(SUPPORTED)}): " + "; ".join(problems)
+        )

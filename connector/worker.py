@@ -1,0 +1,244 @@
+"""The worker half: moves bytes between this rank's KV pages and the store, on its own threads."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from backhaul.connector.messages import (
+    BlockRef,
+    JobReport,
+    LoadJob,
+    PublishJob,
+    StepMetadata,
+    WorkerReport,
+)
+from backhaul.connector.regions import GroupRegions, memory_regions
+from backhaul.protocols.checkpoint import ObjectKey, Reason
+from backhaul.protocols.domain import DomainRecord
+from backhaul.protocols.errors import StoreError, StoreFull, StoreRejected, StoreUnavailable
+from backhaul.protocols.options import Options
+from backhaul.transfer.base import (
+    GrantStatus,
+    LoadItem,
+    Store,
+    TransferResult,
+    Unsettled,
+    WriteItem,
+    Written,
+)
+
+logger = logging.getLogger(__name__)
+
+_BUSY_BACKOFF_S = (0.002, 0.1)
+"""First and longest pause while another publication writes an object that we need too."""
+
+
+class WorkerHalf:
+    """One per rank. ``submit`` and ``drain`` are called from the model thread and never block."""
+
+    def __init__(self, options: Options, store: Store, rank: int, kv_cache_config: Any) -> None:
+        self._options = options
+        self._store = store
+        self._rank = rank
+        self._kv_cache_config = kv_cache_config
+        self._groups: dict[int, GroupRegions] = {}
+        self._event: Callable[[], Any] | None = None
+        self._done: queue.SimpleQueue[tuple[JobReport, str | None, Unsettled | None]] = (
+            queue.SimpleQueue()
+        )
+        self._unsettled: dict[int, Unsettled] = {}
+        self._reports: list[JobReport] = []
+        threads = options.transfer_threads
+        self._loads = ThreadPoolExecutor(threads, thread_name_prefix="backhaul-load")
+        self._publishes = ThreadPoolExecutor(threads, thread_name_prefix="backhaul-publish")
+
+    def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
+        """vLLM allocated its cache, one tensor per layer: register it for transfers."""
+        config = self._kv_cache_config
+        for index in config.prefix_cacheable_group_ids:
+            names = config.kv_cache_groups[index].layer_names
+            self._groups[index] = GroupRegions(
+                [kv_caches[name] for name in names], config.num_blocks
+            )
+        tensors = {name: kv_caches[name] for name in kv_caches}
+        self._store.attach(memory_regions(tensors))
+        if any(t.device.type == "cuda" for t in tensors.values()):
+            self._event = _cuda_event
+
+    def submit(self, meta: StepMetadata) -> None:
+        """Start this step's jobs, behind everything that is already on the device's stream."""
+        if meta.domain is not None:
+            domain = meta.domain
+            self._publishes.submit(self._open_domain, domain)
+        if not (meta.loads or meta.publishes):
+            return
+        ready = self._event() if self._event is not None else None
+        for load in meta.loads:
+            self._loads.submit(self._run, load, ready, self._load)
+        for publish in meta.publishes:
+            self._publishes.submit(self._run, publish, ready, self._publish)
+
+    def drain(self) -> tuple[set[str], bool]:
+        """Collect what ended since the last call; the reports wait for ``take_report``.
+
+        Returns ids of requests whose load is over, well or not, and whether anything is new.
+        """
+        received: set[str] = set()
+        while True:
+            try:
+                report, request_id, unsettled = self._done.get_nowait()
+            except queue.Empty:
+                break
+            self._reports.append(report)
+            if unsettled is not None:
+                self._unsettled[report.job_id] = unsettled
+            if request_id is not None:
+                received.add(request_id)
+        for job_id, transfer in list(self._unsettled.items()):
+            if transfer.settled():
+                del self._unsettled[job_id]
+                self._reports.append(JobReport(job_id, outcome=False, settled=True))
+        return received, bool(self._reports)
+
+    def take_report(self) -> WorkerReport | None:
+        """The reports collected by ``drain``; None where there are none."""
+        if not self._reports:
+            return None
+        reports, self._reports = self._reports, []
+        return WorkerReport(reports)
+
+    def shutdown(self) -> None:
+        """Stop the threads; running transfers end by their own deadline."""
+        self._loads.shutdown(wait=False, cancel_futures=True)
+        self._publishes.shutdown(wait=False, cancel_futures=True)
+        self._store.close()
+
+    # -- on the transfer threads --------------------------------------------------------------
+
+    def _open_domain(self, domain: DomainRecord) -> None:
+        try:
+            self._store.open_domain(domain, timeout_s=self._options.publish_timeout_s)
+        except StoreError as error:
+            logger.warning("backhaul: %s; publications begin once the store answers", error)
+
+    def _run(self, job: Any, ready: Any, work: Callable[[Any], TransferResult]) -> None:
+        """Run one job and report it, whatever happens."""
+        started = time.monotonic()
+        try:
+            if ready is not None:
+                ready.synchronize()
+            result = work(job)
+        except StoreError as error:
+            logger.debug("backhaul: job %d: %s", job.job_id, error)
+            result = TransferResult(ok=False, reason=_reason_of(error))
+        except Exception:
+            logger.exception("backhaul: unexpected error in job %d", job.job_id)
+            result = TransferResult(ok=False, reason=Reason.INTERNAL)
+        report = JobReport(
+            job.job_id,
+            outcome=True,
+            settled=result.unsettled is None,
+            reason=None if result.ok else result.reason or Reason.INTERNAL,
+            nbytes=result.nbytes,
+            seconds=time.monotonic() - started,
+        )
+        request_id = job.request_id if isinstance(job, LoadJob) else None
+        self._done.put((report, request_id, result.unsettled))
+
+    def _load(self, job: LoadJob) -> TransferResult:
+        if not job.blocks:
+            return TransferResult(ok=False, reason=Reason.INTERNAL)
+        items = [
+            LoadItem(self._key(block), self._groups[block.group].segments(block.block_id))
+            for block in job.blocks
+        ]
+        return self._store.read(
+            job.lease,
+            items,
+            verify=self._options.verify_loads,
+            timeout_s=self._options.load_timeout_s,
+        )
+
+    def _publish(self, job: PublishJob) -> TransferResult:
+        """reserve -> write -> commit until nothing is missing or the time is up."""
+        deadline = time.monotonic() + self._options.publish_timeout_s
+        todo = {self._key(block): block for block in job.blocks}
+        sent = 0
+        pause = _BUSY_BACKOFF_S[0]
+        while True:
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                return TransferResult(ok=False, reason=Reason.TIMEOUT, nbytes=sent)
+            result, busy = self._send(job, todo, remaining)
+            sent += result.nbytes
+            if not result.ok:
+                return TransferResult(
+                    ok=False, reason=result.reason, nbytes=sent, unsettled=result.unsettled
+                )
+            last = job.manifest if not busy else None
+            commit = self._store.commit(
+                job.domain,
+                job.publication,
+                self._rank,
+                result.written,
+                last,
+                timeout_s=max(deadline - time.monotonic(), 0.001),
+            )
+            if not busy and not commit.missing:
+                return TransferResult(ok=True, nbytes=sent)
+            missing = [key for key in commit.missing if key not in todo]
+            if missing:  # sent ahead and gone since, e.g. the store was restarted
+                return TransferResult(ok=False, reason=Reason.EVICTED, nbytes=sent)
+            time.sleep(pause)
+            pause = min(pause * 2, _BUSY_BACKOFF_S[1])
+
+    def _send(
+        self, job: PublishJob, todo: Mapping[ObjectKey, BlockRef], timeout_s: float
+    ) -> tuple[TransferResult, bool]:
+        """One round of reserve and write. Returns the outcome, and whether objects are still
+        being written by someone else."""
+        started = time.monotonic()
+        wants = [(key, self._groups[key.group].object_bytes) for key in todo]
+        grants = self._store.reserve(job.domain, job.publication, wants, timeout_s=timeout_s)
+        if any(grant.status is GrantStatus.FULL for grant in grants):
+            return TransferResult(ok=False, reason=Reason.STORE_FULL), False
+        items = [
+            WriteItem(grant, self._groups[grant.key.group].segments(todo[grant.key].block_id))
+            for grant in grants
+            if grant.status is GrantStatus.GRANTED
+        ]
+        busy = any(grant.status is GrantStatus.BUSY for grant in grants)
+        if not items:
+            return TransferResult(ok=True, written=_NOTHING), busy
+        left = max(timeout_s - (time.monotonic() - started), 0.001)
+        return self._store.write(items, timeout_s=left), busy
+
+    def _key(self, block: BlockRef) -> ObjectKey:
+        return ObjectKey(self._rank, block.group, block.block_hash)
+
+
+_NOTHING: tuple[Written, ...] = ()
+
+
+def _reason_of(error: StoreError) -> Reason:
+    if isinstance(error, StoreFull):
+        return Reason.STORE_FULL
+    if isinstance(error, StoreUnavailable):
+        return Reason.UNREACHABLE
+    if isinstance(error, StoreRejected):
+        return Reason.UNCOMMITTED
+    return Reason.INTERNAL
+
+
+def _cuda_event() -> Any:
+    """An event behind everything enqueued so far on the current stream."""
+    import torch
+
+    event = torch.cuda.Event()
+    event.record()
+    return event
