@@ -1,0 +1,63 @@
+"""The cache domain: canonical, complete, and every difference named."""
+
+import msgspec
+import pytest
+
+from backhaul.protocols.domain import DomainRecord, differing_fields, parse_domain
+from backhaul.protocols.errors import StoreRejected
+from backhaul.protocols.layout import CacheLayout, GroupKind, GroupLayout
+
+LAYOUT = CacheLayout(
+    groups=(
+        GroupLayout(index=0, kind=GroupKind.FULL, block_tokens=64, page_bytes=4096),
+        GroupLayout(index=1, kind=GroupKind.RECURRENT, block_tokens=64, page_bytes=4000),
+    ),
+    hash_tokens=64,
+)
+RECORD = DomainRecord(
+    model="m", weights="w", layout=LAYOUT, hash_function="sha256", hash_probe="00",
+    kv_dtype="bfloat16", state_dtypes=("bfloat16", "float32"), conv_layout="DS",
+    platform="cpu:x86_64:avx2", vllm="0.32",
+)  # fmt: skip
+
+CHANGES: dict[str, object] = {
+    "version": 2, "model": "other", "weights": "other", "revision": "r", "quantization": "fp8",
+    "layout": CacheLayout(groups=LAYOUT.groups, hash_tokens=32), "hash_function": "xxhash",
+    "hash_probe": "01", "kv_dtype": "fp8", "state_dtypes": ("float32", "float32"),
+    "conv_layout": "SD", "kv_layout": "HND", "attention_backend": "other", "platform": "cuda",
+    "tensor_parallel": 2, "pipeline_parallel": 2, "speculative_tokens": 3, "vllm": "0.33",
+}  # fmt: skip
+
+
+def test_changes_cover_every_field() -> None:
+    assert set(CHANGES) == set(DomainRecord.__struct_fields__)
+
+
+@pytest.mark.parametrize("field", list(CHANGES))
+def test_every_field_decides_the_id_and_is_named(field: str) -> None:
+    other = msgspec.structs.replace(RECORD, **{field: CHANGES[field]})
+    assert other.domain_id != RECORD.domain_id
+    assert set(differing_fields(RECORD, other)) == {field}
+
+
+def test_equal_records_have_one_id_and_no_difference() -> None:
+    copy = parse_domain(RECORD.canonical())
+    assert copy == RECORD
+    assert copy.domain_id == RECORD.domain_id
+    assert differing_fields(copy, RECORD) == {}
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        b"", b"{", b"[]", b"{}", b"\xff\xfe",
+        msgspec.json.encode({**msgspec.to_builtins(RECORD), "tensor_parallel": "two"}),
+        msgspec.json.encode({**msgspec.to_builtins(RECORD), "version": 99}),
+        msgspec.json.encode(
+            {**msgspec.to_builtins(RECORD), "layout": {"groups": [], "hash_tokens": 1}}
+        ),
+    ],
+)  # fmt: skip
+def test_malformed_records_are_rejected(record: bytes) -> None:
+    with pytest.raises(StoreRejected):
+        parse_domain(record)
