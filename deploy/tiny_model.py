@@ -45,7 +45,9 @@ EMITTED = b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,"
 
 CHAT_TEMPLATE = """\
 {%- set ns = namespace(last_user=-1) %}
-{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last_user = loop.index0 %}{% endif %}{% endfor %}
+{%- for m in messages %}
+{%- if m.role == 'user' %}{% set ns.last_user = loop.index0 %}{% endif %}
+{%- endfor %}
 {%- if tools %}
 {{- '<|im_start|>system\\n' }}
 {%- if messages[0].role == 'system' %}{{- messages[0].content + '\\n\\n' }}{% endif %}
@@ -91,7 +93,7 @@ class Shape:
     layers: int = 4
     heads: int = 4
     kv_heads: int = 2
-    head_dim: int = 160
+    head_dim: int = 192
     linear_heads: int = 2
     linear_head_dim: int = 64
     conv_kernel: int = 4
@@ -195,6 +197,8 @@ def _config(shape: Shape) -> dict[str, object]:
         "max_position_embeddings": shape.max_tokens,
         "rms_norm_eps": 1e-6,
         "tie_word_embeddings": False,
+        # In bfloat16 the two best logits would often be equal.
+        "head_dtype": "float32",
     }
 
 

@@ -1,0 +1,72 @@
+"""`backhaul store`: the store daemon."""
+
+from __future__ import annotations
+
+import enum
+from typing import Annotated
+
+import typer
+
+from backhaul.transfer.daemon.settings import (
+    DaemonSettings,
+    format_bytes,
+    parse_address,
+    parse_bytes,
+)
+
+_DEFAULTS = DaemonSettings()
+_DEFAULT_CAPACITY = format_bytes(_DEFAULTS.capacity_bytes).replace(" ", "")
+
+
+class LogLevel(enum.StrEnum):
+    """What the daemon writes to standard error."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+def store(
+    listen: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Catalog (gRPC) address; port 0: any free.")
+    ] = str(_DEFAULTS.listen),
+    capacity: Annotated[
+        str, typer.Option(metavar="SIZE", help="Pool size, e.g. 512MiB, 8GiB or plain bytes.")
+    ] = _DEFAULT_CAPACITY,
+    http: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Address of /healthz and /metrics.")
+    ] = str(_DEFAULTS.http),
+    publication_ttl: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", help="Life of a publication without a sign of its writer."),
+    ] = _DEFAULTS.publication_ttl_s,
+    lease_max: Annotated[
+        float, typer.Option(metavar="SECONDS", help="Longest lease of a reader.")
+    ] = _DEFAULTS.lease_max_s,
+    prefault: Annotated[
+        bool, typer.Option(help="Touch the whole pool at start, so that it is really there.")
+    ] = _DEFAULTS.prefault,
+    log_level: Annotated[LogLevel, typer.Option(help="Least severe message to log.")] = (
+        LogLevel.INFO
+    ),
+) -> None:
+    """Run the embedded store until SIGTERM or SIGINT."""
+    settings = DaemonSettings(
+        listen=parse_address(listen),
+        http=parse_address(http),
+        capacity_bytes=parse_bytes(capacity),
+        publication_ttl_s=publication_ttl,
+        lease_max_s=lease_max,
+        prefault=prefault,
+    )
+
+    import asyncio
+    import logging
+
+    from backhaul.transfer.daemon.run import serve
+
+    logging.basicConfig(
+        level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    asyncio.run(serve(settings))

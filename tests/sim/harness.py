@@ -1,0 +1,887 @@
+"""vLLM's real scheduler and cache manager over a model without weights.
+
+A :class:`SimEngine` is one engine core: the real ``Scheduler`` (or ``AsyncScheduler`` two steps
+deep), KV tensors as vLLM allocates them, the connector's scheduler half and one worker half per
+rank, and in place of the model runner a forward pass that follows V1's block tables and align-mode
+copies but computes with :mod:`model`.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import count
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from model import STOP_TOKEN, Prefix, cold_output, disturb, draw, expand, extend
+from vllm.config import (
+    CacheConfig,
+    KVTransferConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import (
+    get_kv_cache_config_from_groups,
+    get_request_block_hasher,
+    init_none_hash,
+    resolve_kv_cache_block_sizes,
+)
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.worker.utils import allocate_kv_cache
+
+from backhaul.connector import connector as connector_module
+from backhaul.connector.connector import BackhaulConnector
+from backhaul.connector.regions import GroupRegions, memory_regions
+from backhaul.protocols.checkpoint import ObjectKey
+from backhaul.protocols.layout import required_blocks
+from backhaul.transfer.base import LoadItem, Store
+from backhaul.transfer.registry import open_store
+
+BLOCK = 8
+_KV_BYTES = 32  # per token and layer: 1 head, 8 elements of 2 bytes for K and for V
+_names = count(1)
+
+
+@dataclass(frozen=True)
+class Group:
+    """One KV cache group. ``window`` and ``recurrent`` exclude each other; neither: full."""
+
+    layers: int = 1
+    recurrent: bool = False
+    window: int = 0
+    block: int = BLOCK
+
+
+FULL = Group(layers=2)
+STATE = Group(layers=2, recurrent=True)
+WINDOW = Group(layers=2, window=12)
+
+HYBRID = (FULL, STATE, STATE)
+ATTENTION = (FULL,)
+MIXED = (FULL, STATE, WINDOW)
+
+
+@cache
+def _model_directory() -> str:
+    # The scheduler asks a model for little more than its length; groups are made by hand.
+    folder = Path(tempfile.mkdtemp(prefix="sim-model-"))
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "vocab_size": 1024,
+        "max_position_embeddings": 4096,
+        "torch_dtype": "bfloat16",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+@cache
+def _model_config() -> ModelConfig:
+    folder = _model_directory()
+    return ModelConfig(
+        model=folder, tokenizer=folder, skip_tokenizer_init=True, dtype="bfloat16", seed=0
+    )
+
+
+def _spec(group: Group) -> Any:
+    page = group.block * _KV_BYTES
+    if group.recurrent:
+        return MambaSpec(
+            block_size=group.block,
+            shapes=((3, 8), (2, 4, 4)),
+            dtypes=(torch.bfloat16, torch.float32),
+            page_size_padded=page,
+            mamba_cache_mode="align",
+        )
+    attention = {
+        "block_size": group.block,
+        "num_kv_heads": 1,
+        "head_size": 8,
+        "dtype": torch.bfloat16,
+    }
+    if group.window:
+        return SlidingWindowSpec(**attention, sliding_window=group.window)
+    return FullAttentionSpec(**attention)
+
+
+class KvMemory:
+    """One rank's KV tensors, by group and block."""
+
+    def __init__(self, config: KVCacheConfig, layout: Any, rank: int) -> None:
+        self.rank = rank
+        self.tensors = allocate_kv_cache(config, torch.device("cpu"), layout)
+        self.groups = [
+            [
+                (f"{name}.{rank}", self.tensors[name].view(torch.uint8).numpy())
+                for name in group.layer_names
+            ]
+            for group in config.kv_cache_groups
+        ]
+
+    def zero(self, block: int) -> None:
+        """Clear a block of every group's layers."""
+        for layers in self.groups:
+            for _, pages in layers:
+                pages[block] = 0
+
+    def copy(self, source: int, target: int) -> None:
+        """Copy a block's bytes, whichever group owns it."""
+        for layers in self.groups:
+            for _, pages in layers:
+                pages[target] = pages[source].copy()
+
+    def read_state(self, group: int, block: int) -> bytes:
+        """The states of every layer of a recurrent group."""
+        return b"".join(pages[block].tobytes() for _, pages in self.groups[group])
+
+    def expected_state(self, group: int, digest: bytes) -> bytes:
+        """What ``read_state`` should give after a prefix."""
+        return b"".join(
+            expand(digest, name, pages[0].nbytes) for name, pages in self.groups[group]
+        )
+
+    def write_state(self, group: int, block: int, digest: bytes) -> None:
+        """Write every layer's state."""
+        for name, pages in self.groups[group]:
+            page = pages[block]
+            data = np.frombuffer(expand(digest, name, page.nbytes), np.uint8)
+            page[...] = data.reshape(page.shape)
+
+    def read_tokens(self, group: int, block: int, start: int, end: int) -> bytes:
+        """KV of positions ``start`` ... ``end`` - 1 inside a block, of every layer."""
+        return b"".join(
+            pages[block, :, start:end].tobytes() for _, pages in self.groups[group]
+        )
+
+    def expected_tokens(self, group: int, digests: Sequence[bytes]) -> bytes:
+        """What ``read_tokens`` should give; ``digests[i]`` covers the i-th position as well."""
+        return b"".join(
+            expand(digest, name, _KV_BYTES) for name, _ in self.groups[group] for digest in digests
+        )
+
+    def write_tokens(self, group: int, block: int, start: int, digests: Sequence[bytes]) -> None:
+        """Write KV of consecutive positions inside a block."""
+        for name, pages in self.groups[group]:
+            data = b"".join(expand(digest, name, _KV_BYTES) for digest in digests)
+            view = pages[block, :, start : start + len(digests)]
+            view[...] = np.frombuffer(data, np.uint8).reshape(view.shape)
+
+
+@dataclass
+class _RunnerRequest:
+    """What V1's model runner remembers of a request."""
+
+    tokens: list[int]
+    prompt_tokens: int
+    prefix: Prefix
+    stop_at: int
+    tables: list[list[int]]
+
+
+class SimRunner:
+    """The model runner: block tables, align-mode copies, one forward pass per step."""
+
+    def __init__(self, engine: SimEngine) -> None:
+        self._engine = engine
+        self._requests: dict[str, _RunnerRequest] = {}
+        self._state_index: dict[str, int] = {}
+        self.violations: list[str] = []
+        """Every read of bytes that are not those of the request's own prefix."""
+        self.checked_bytes = 0
+
+    def execute(self, step: Any) -> ModelRunnerOutput:
+        """One step on every rank, in the order of V1's model runner."""
+        engine = self._engine
+        for connector in engine.workers:
+            if step.preempted_req_ids:
+                connector.handle_preemptions(step.kv_connector_metadata)
+        self._update_states(step)
+        sampled = self._forward(step) if step.total_num_scheduled_tokens else []
+        output = ModelRunnerOutput(
+            req_ids=list(step.num_scheduled_tokens),
+            req_id_to_index={name: i for i, name in enumerate(step.num_scheduled_tokens)},
+            sampled_token_ids=sampled,
+        )
+        outputs = []
+        for connector in engine.workers:
+            one = copy(output)
+            one.kv_connector_output = _connector_output(connector, step)
+            outputs.append(one)
+        return engine.aggregator.aggregate(outputs) if outputs else output
+
+    def _update_states(self, step: Any) -> None:
+        for name in step.finished_req_ids:
+            self._requests.pop(name, None)
+        for block in step.new_block_ids_to_zero or ():
+            for memory in self._engine.memory:
+                memory.zero(block)
+        for source, target in step.kv_cache_block_copies or ():
+            for memory in self._engine.memory:
+                memory.copy(source, target)
+        for new in step.scheduled_new_reqs:
+            tokens = list(new.prompt_token_ids)
+            self._requests[new.req_id] = _RunnerRequest(
+                tokens,
+                len(tokens),
+                Prefix(tokens),
+                self._engine.stop_at.get(new.req_id, 0),
+                [list(ids) for ids in new.block_ids],
+            )
+        cached = step.scheduled_cached_reqs
+        for i, name in enumerate(cached.req_ids):
+            request, ids = self._requests[name], cached.new_block_ids[i]
+            if name in cached.resumed_req_ids:
+                request.tables = [list(group) for group in ids]
+            elif ids is not None:
+                for table, fresh in zip(request.tables, ids, strict=True):
+                    table.extend(fresh)
+            known = request.prompt_tokens + cached.num_output_tokens[i]
+            if known < len(request.tokens) and name in cached.resumed_req_ids:
+                del request.tokens[known:]
+                request.prefix.cut(known)
+        for name in (
+            *step.finished_req_ids,
+            *(step.preempted_req_ids or ()),
+            *cached.resumed_req_ids,
+        ):
+            self._state_index.pop(name, None)
+
+    def _forward(self, step: Any) -> list[list[int]]:
+        computed = {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}
+        cached = step.scheduled_cached_reqs
+        computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        for name, tokens in step.num_scheduled_tokens.items():
+            self._precopy(name, computed[name], tokens)
+        digests = {
+            name: self._compute(name, computed[name], computed[name] + tokens)
+            for name, tokens in step.num_scheduled_tokens.items()
+        }
+        return [self._sample(name, computed[name] + n, digests[name])
+                for name, n in step.num_scheduled_tokens.items()]
+
+    def _precopy(self, name: str, start: int, tokens: int) -> None:
+        """``mamba_utils.preprocess_mamba``: carry the running state into the last block."""
+        for group, spec in self._engine.recurrent:
+            size = spec.block_size
+            before = self._state_index.get(name, (start - 1) // size)
+            after = (start + tokens - 1) // size
+            if before not in (-1, after):
+                table = self._requests[name].tables[group]
+                for memory in self._engine.memory:
+                    for _, pages in memory.groups[group]:
+                        pages[table[after]] = pages[table[before]]
+        if self._engine.recurrent:
+            size = self._engine.recurrent[0][1].block_size
+            self._state_index[name] = (start + tokens - 1) // size
+
+    def _compute(self, name: str, start: int, end: int) -> list[bytes]:
+        """One request's pass over positions ``start`` ... ``end`` - 1, per rank."""
+        request = self._requests[name]
+        assert end <= len(request.tokens), f"{name}: {end} of {len(request.tokens)} tokens"
+        results = []
+        for memory in self._engine.memory:
+            digest = self._found(memory, request, name, start, end)
+            chain = []
+            for token in request.tokens[start:end]:
+                digest = extend(digest, token)
+                chain.append(digest)
+            for group, spec in self._engine.recurrent:
+                block = request.tables[group][(end - 1) // spec.block_size]
+                memory.write_state(group, block, digest)
+            for group, spec in self._engine.attention:
+                size = spec.block_size
+                position = start
+                while position < end:
+                    upto = min((position // size + 1) * size, end)
+                    block = request.tables[group][position // size]
+                    if block:
+                        memory.write_tokens(
+                            group, block, position % size, chain[position - start : upto - start]
+                        )
+                    position = upto
+            results.append(digest)
+        return results
+
+    def _found(
+        self, memory: KvMemory, request: _RunnerRequest, name: str, start: int, end: int
+    ) -> bytes:
+        """The digest of what the cache holds below ``start``."""
+        digest = request.prefix[start]
+        if not start:
+            return digest
+        for group, spec in self._engine.recurrent:
+            block = request.tables[group][(end - 1) // spec.block_size]
+            found = memory.read_state(group, block)
+            digest = self._compare(
+                digest, found, memory.expected_state(group, request.prefix[start]),
+                f"{name}: state of group {group} after {start} tokens in block {block}",
+            )  # fmt: skip
+        for group, spec in self._engine.attention:
+            size = spec.block_size
+            window = getattr(spec, "sliding_window", None)
+            first = max(start - window + 1, 0) if window else 0
+            for index in range(first // size, -(-start // size)):
+                low, high = max(index * size, first), min((index + 1) * size, start)
+                block = request.tables[group][index]
+                found = memory.read_tokens(group, block, low - index * size, high - index * size)
+                expected = self._engine.expected_block(memory, group, request.prefix, low, high)
+                digest = self._compare(
+                    digest, found, expected,
+                    f"{name}: KV of group {group} at {low}-{high} in block {block}",
+                )  # fmt: skip
+        return digest
+
+    def _compare(self, digest: bytes, found: bytes, expected: bytes, what: str) -> bytes:
+        self.checked_bytes += len(found)
+        if found == expected:
+            return digest
+        self.violations.append(what)
+        return disturb(digest, found)
+
+    def _sample(self, name: str, end: int, digests: Sequence[bytes]) -> list[int]:
+        request = self._requests[name]
+        if end < len(request.tokens):
+            return []
+        digest = digests[0]
+        for other in digests[1:]:
+            digest = digest if other == digest else disturb(digest, other)
+        produced = len(request.tokens) - request.prompt_tokens
+        token = STOP_TOKEN if produced + 1 == request.stop_at else draw(digest)
+        request.tokens.append(token)
+        request.prefix.extend([token])
+        return [token]
+
+
+def _connector_output(connector: Any, step: Any) -> KVConnectorOutput:
+    """``KVConnectorModelRunnerMixin._get_kv_connector_output``."""
+    output = KVConnectorOutput()
+    connector.bind_connector_metadata(step.kv_connector_metadata)
+    connector.start_load_kv(None)
+    connector.wait_for_save()
+    results = connector.get_transfer_results(step.finished_req_ids)
+    output.finished_sending = results.finished_sending
+    output.finished_recving = results.finished_recving
+    output.failed_recving = results.failed_recving
+    output.invalid_block_ids = connector.get_block_ids_with_load_errors()
+    output.kv_connector_stats = connector.get_kv_connector_stats()
+    output.kv_cache_events = connector.get_kv_connector_kv_cache_events()
+    output.kv_connector_worker_meta = connector.build_connector_worker_meta()
+    connector.clear_connector_metadata()
+    return output
+
+
+@dataclass
+class Finished:
+    """One request's end, as a client sees it."""
+
+    name: str
+    prompt: list[int]
+    output: list[int]
+    reason: str
+    params: dict[str, Any]
+    expected: list[int]
+
+    @property
+    def history(self) -> list[int]:
+        """Prompt and output, as the next turn replays them."""
+        return self.prompt + self.output
+
+    @property
+    def loaded(self) -> int:
+        """Tokens that the connector loaded."""
+        return int(self.params.get("backhaul", {}).get("loaded_tokens", 0))
+
+    @property
+    def resumed(self) -> int:
+        """Where the prefill began: after the local hit and the load."""
+        return int(self.params.get("backhaul", {}).get("local_tokens", 0)) + self.loaded
+
+
+@dataclass
+class _Live:
+    prompt: list[int]
+    expected: list[int]
+    output: list[int] = field(default_factory=list)
+
+
+class SimEngine:
+    """One engine core. Not thread-safe; the connector's own threads run for real."""
+
+    def __init__(
+        self,
+        store: str | None,
+        *,
+        name: str = "engine",
+        role: str = "kv_both",
+        groups: Sequence[Group] = HYBRID,
+        num_blocks: int = 128,
+        asynchronous: bool = False,
+        late: bool = False,
+        budget: int = 64,
+        max_requests: int = 16,
+        max_tokens: int = 1024,
+        options: dict[str, Any] | None = None,
+        policy: str = "fail",
+        layout: str = "LBHNC",
+        ranks: int = 1,
+        retention: int | None = 0,
+        wrap: Callable[[Store], Store] = lambda store: store,
+        transfer: dict[str, Any] | None = None,
+    ) -> None:
+        """
+        Args:
+            store: the store's address; None runs without a connector.
+            asynchronous: two steps in flight, as with vLLM's asynchronous scheduling.
+            late: a step runs only when its output is wanted, so that the next one is scheduled
+                before its bytes are written.
+            budget: tokens per step.
+            policy: ``kv_load_failure_policy``.
+            ranks: workers, each with its own share of every block.
+            wrap: put around every store that the connector opens.
+            transfer: replaces the connector's part of ``KVTransferConfig``.
+        """
+        self.name = name
+        self.asynchronous, self.late = asynchronous, late
+        extra = {"store": store, "stream_min_bytes": 1, **(options or {})}
+        self.config = VllmConfig(
+            model_config=_with_length(max_tokens),
+            cache_config=CacheConfig(
+                block_size=max(group.block for group in groups),
+                enable_prefix_caching=True,
+                mamba_cache_mode="align" if any(g.recurrent for g in groups) else "none",
+                prefix_cache_retention_interval=retention,
+            ),
+            scheduler_config=SchedulerConfig(
+                max_num_batched_tokens=budget,
+                max_num_seqs=max_requests,
+                max_model_len=max_tokens,
+                enable_chunked_prefill=True,
+                is_encoder_decoder=False,
+                async_scheduling=asynchronous,
+            ),
+            parallel_config=ParallelConfig(),
+            kv_transfer_config=None
+            if store is None
+            else KVTransferConfig(
+                kv_role=role,
+                engine_id=f"{name}-{next(_names)}",
+                kv_load_failure_policy=policy,
+                **(
+                    transfer
+                    or {
+                        "kv_connector": "BackhaulConnector",
+                        "kv_connector_module_path": "backhaul.connector.connector",
+                        "kv_connector_extra_config": extra,
+                    }
+                ),
+            ),
+        )
+        self.config.cache_config.kv_cache_layout = layout
+        self.config.parallel_config.world_size = ranks
+        self.cache = _cache_config(self.config, groups, num_blocks)
+        self.config.cache_config.num_gpu_blocks = num_blocks
+        specs = [group.kv_cache_spec for group in self.cache.kv_cache_groups]
+        self.recurrent = [(i, s) for i, s in enumerate(specs) if isinstance(s, MambaSpec)]
+        self.attention = [(i, s) for i, s in enumerate(specs) if not isinstance(s, MambaSpec)]
+        resolved = self.config.cache_config.get_resolved_kv_cache_layout()
+        self.memory = [KvMemory(self.cache, resolved, rank) for rank in range(ranks)]
+        self.stop_at: dict[str, int] = {}
+        self._blocks: dict[tuple[int, int, bytes, int], bytes] = {}
+        self._live: dict[str, _Live] = {}
+        self._queue: deque[tuple[Any, ModelRunnerOutput | None]] = deque()
+        self._sequence = count(1)
+        self.finished: dict[str, Finished] = {}
+        self.steps = 0
+        self._start(ranks, wrap, store is not None)
+
+    def _start(self, ranks: int, wrap: Callable[[Store], Store], connected: bool) -> None:
+        def opened(uri: str, **keywords: Any) -> Store:
+            return wrap(open_store(uri, **keywords))
+
+        algorithm = self.config.cache_config.prefix_caching_hash_algo
+        hash_function = get_hash_fn_by_name(algorithm)
+        init_none_hash(hash_function)
+        block, hash_block = resolve_kv_cache_block_sizes(self.cache, self.config)
+        self.cache.hash_block_size = hash_block
+        self.hasher = get_request_block_hasher(hash_block, hash_function)
+        self.grid = block
+        scheduler_class = AsyncScheduler if self.asynchronous else Scheduler
+        with patch.object(connector_module, "open_store", opened):
+            self.scheduler = scheduler_class(
+                vllm_config=self.config,
+                kv_cache_config=self.cache,
+                structured_output_manager=StructuredOutputManager(self.config),
+                block_size=block,
+                hash_block_size=hash_block,
+                log_stats=True,
+            )
+            self.workers = []
+            for rank in range(ranks if connected else 0):
+                config = copy(self.config)
+                config.parallel_config = copy(self.config.parallel_config)
+                config.parallel_config.rank = rank
+                worker = KVConnectorFactory.create_connector(
+                    config=config, role=KVConnectorRole.WORKER, kv_cache_config=self.cache
+                )
+                worker.register_kv_caches(self.memory[rank].tensors)
+                self.workers.append(worker)
+        self.aggregator = KVOutputAggregator(ranks)
+        self.runner = SimRunner(self)
+        self.pool = self.scheduler.kv_cache_manager.block_pool
+        self.initially_free = self.pool.get_num_free_blocks()
+        self.requests: dict[str, Request] = {}
+
+    # -- requests -----------------------------------------------------------------------------
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        output: int,
+        *,
+        stops: bool = True,
+        u_end: int | None = None,
+        params: dict[str, Any] | None = None,
+        name: str | None = None,
+    ) -> str:
+        """Queue a request that yields ``output`` tokens and then stops, or is cut off."""
+        name = name or f"{self.name}-{next(self._sequence)}"
+        transfer = dict(params or {})
+        if u_end is not None:
+            transfer["backhaul"] = {"u_end": u_end}
+        if stops:
+            self.stop_at[name] = output
+        sampling = SamplingParams(
+            max_tokens=output + 1 if stops else output,
+            stop_token_ids=[STOP_TOKEN],
+            extra_args={"kv_transfer_params": transfer} if transfer else None,
+        )
+        request = Request(
+            request_id=name,
+            prompt_token_ids=list(prompt),
+            sampling_params=sampling,
+            pooling_params=None,
+            block_hasher=self.hasher,
+        )
+        expected = cold_output(prompt, output, stops=stops)
+        self._live[name] = _Live(list(prompt), expected)
+        self.requests[name] = request
+        self.scheduler.add_request(request)
+        return name
+
+    def abort(self, name: str) -> None:
+        """A client went away."""
+        self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+        live = self._live.pop(name, None)
+        if live is not None:
+            self._end(name, live, "abort", {})
+
+    @property
+    def live(self) -> list[str]:
+        """Requests that have not ended."""
+        return list(self._live)
+
+    def status(self, name: str) -> RequestStatus:
+        """A request's status in the scheduler."""
+        return self.requests[name].status
+
+    # -- stepping -----------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        """The engine core would go on stepping."""
+        return self.scheduler.has_requests() or bool(self._queue)
+
+    def step(self) -> bool:
+        """One turn of the engine core's loop. False where it would sleep."""
+        if not self.busy:
+            return False
+        self.steps += 1
+        if self.asynchronous:
+            self._step_deep()
+        else:
+            step = self.scheduler.schedule()
+            self._update(step, self.runner.execute(step))
+        return True
+
+    def _step_deep(self) -> None:
+        """``EngineCore.step_with_batch_queue`` with two batches."""
+        if self.scheduler.has_requests():
+            step = self.scheduler.schedule()
+            ready = None if self.late else self.runner.execute(step)
+            self._queue.append((step, ready))
+            if len(self._queue) < 2 and (
+                step.total_num_scheduled_tokens or self.scheduler.has_requests()
+            ):
+                return
+        step, ready = self._queue.popleft()
+        self._update(step, self.runner.execute(step) if ready is None else ready)
+
+    def _update(self, step: Any, output: ModelRunnerOutput) -> None:
+        results = self.scheduler.update_from_output(step, output)
+        for batch in results.values():
+            for one in batch.outputs:
+                live = self._live.get(one.request_id)
+                if live is None:
+                    continue
+                live.output.extend(one.new_token_ids)
+                if one.finish_reason is not None:
+                    del self._live[one.request_id]
+                    self._end(
+                        one.request_id,
+                        live,
+                        str(one.finish_reason),
+                        dict(one.kv_transfer_params or {}),
+                    )
+        if not step.total_num_scheduled_tokens:
+            time.sleep(0.0005)  # as the engine core does: lets transfer threads run
+
+    def _end(self, name: str, live: _Live, reason: str, params: dict[str, Any]) -> None:
+        expected = live.expected if reason != "abort" else live.expected[: len(live.output)]
+        self.finished[name] = Finished(name, live.prompt, live.output, reason, params, expected)
+        self.stop_at.pop(name, None)
+
+    def run(self, prompt: Sequence[int], output: int, **keywords: Any) -> Finished:
+        """Run one request to its end, and the engine until it is idle."""
+        name = self.submit(prompt, output, **keywords)
+        self.drain()
+        return self.finished[name]
+
+    def drain(self, seconds: float = 20.0) -> None:
+        """Step until the engine core would sleep."""
+        deadline = time.monotonic() + seconds
+        while self.step():
+            assert time.monotonic() < deadline, (
+                f"{self.name} does not come to rest: live {self.live}, gauges {self.gauges()}"
+            )
+
+    # -- checks -------------------------------------------------------------------------------
+
+    @property
+    def backhaul(self) -> BackhaulConnector:
+        """The connector's scheduler half."""
+        connector = self.scheduler.connector
+        for child in getattr(connector, "_connectors", [connector]):
+            if isinstance(child, BackhaulConnector):
+                return child
+        raise AssertionError("no Backhaul connector")
+
+    def gauges(self) -> dict[str, int]:
+        """What must return to zero."""
+        if self.scheduler.connector is None:
+            return {}
+        return self.backhaul._half.gauges()
+
+    def expected_block(
+        self, memory: KvMemory, group: int, prefix: Prefix, low: int, high: int
+    ) -> bytes:
+        """KV of positions ``low`` ... ``high`` - 1 of a prefix, remembered."""
+        key = (memory.rank, group, prefix[high], high - low)
+        found = self._blocks.get(key)
+        if found is None:
+            digests = prefix.digests[low + 1 : high + 1]
+            found = self._blocks[key] = memory.expected_tokens(group, digests)
+        return found
+
+    def check(self) -> None:
+        """What must hold after every step."""
+        assert not self.runner.violations, self.runner.violations[:3]
+        for one in self.finished.values():
+            assert one.reason != "error", f"{one.name} ended with an error"
+            assert one.output == one.expected, (
+                f"{one.name} ({one.reason}): {one.output} instead of {one.expected}"
+            )
+
+    def check_idle(self, seconds: float = 5.0) -> None:
+        """What must hold, or soon hold, once nothing is left to do."""
+        self.check()
+        deadline = time.monotonic() + seconds
+        while any(self.gauges().values()) and time.monotonic() < deadline:
+            self.step()
+            time.sleep(0.001)
+        assert not any(self.gauges().values()), self.gauges()
+        assert not self.live
+        assert self.pool.get_num_free_blocks() == self.initially_free, (
+            f"{self.initially_free - self.pool.get_num_free_blocks()} blocks are not free"
+        )
+        assert not self.scheduler.requests
+
+    def close(self) -> None:
+        """Shut both halves down."""
+        if self.scheduler.connector is not None:
+            self.scheduler.connector.shutdown()
+        for worker in self.workers:
+            worker.shutdown()
+
+
+def _with_length(tokens: int) -> ModelConfig:
+    config = copy(_model_config())
+    config.max_model_len = tokens
+    return config
+
+
+def _cache_config(config: VllmConfig, groups: Sequence[Group], num_blocks: int) -> KVCacheConfig:
+    """Groups laid over one allocation, as vLLM's own planning does it."""
+    named = [
+        KVCacheGroupSpec([f"group{i}.layer{j}" for j in range(group.layers)], _spec(group))
+        for i, group in enumerate(groups)
+    ]
+    config.cache_config.num_gpu_blocks_override = num_blocks
+    made = get_kv_cache_config_from_groups(config, named, available_memory=1 << 30)
+    assert made.num_blocks == num_blocks
+    made.kv_cache_layout = config.cache_config.kv_cache_layout
+    return made
+
+
+# -- the store, read back ---------------------------------------------------------------------
+
+
+def check_store(uri: str, engine: SimEngine, *, settle_s: float = 5.0) -> int:
+    """Read every checkpoint back and compare it with its key's tokens. Returns their number.
+
+    Every key must belong to a request that ``engine`` or its peers have seen; nothing may be
+    leased or half published any more.
+    """
+    store = open_store(uri, client_name="check")
+    deadline = time.monotonic() + settle_s
+    while True:
+        stats = store.stats(timeout_s=1)
+        if not (stats.leases or stats.publications) or time.monotonic() > deadline:
+            break
+        time.sleep(0.002)
+    assert not stats.leases, f"{stats.leases} leases are left"
+    assert not stats.publications, f"{stats.publications} publications are left"
+    known: dict[bytes, tuple[Request, int]] = {}
+    for one in SIMULATED:
+        for request in one.requests.values():
+            for i, value in enumerate(request.block_hashes):
+                known[bytes(value)] = (request, (i + 1) * one.cache.hash_block_size)
+    layout = engine.backhaul._half._facts.layout
+    domain = engine.backhaul._half._facts.domain.domain_id
+    resolved = engine.config.cache_config.get_resolved_kv_cache_layout()
+    scratch = [KvMemory(engine.cache, resolved, m.rank) for m in engine.memory]
+    for memory in scratch:
+        store.attach(memory_regions(memory.tensors))
+    found = store.list_checkpoints(timeout_s=1)
+    for info in found:
+        assert info.domain == domain
+        assert bytes(info.block_hash) in known, f"unknown prefix of {info.boundary} tokens"
+        request, tokens = known[bytes(info.block_hash)]
+        assert tokens == info.boundary, f"{tokens} tokens stored as {info.boundary}"
+        prefix = Prefix(request.all_token_ids[:tokens])
+        unit = layout.hash_tokens
+        hashes = [bytes(value) for value in request.block_hashes[: tokens // unit]]
+        step = layout.boundary_tokens // unit
+        answer = store.lookup(domain, hashes[step - 1 :: step], lease_s=10, timeout_s=1)
+        assert answer.lease is not None
+        for memory in scratch:
+            _check_checkpoint(store, answer.lease, engine, memory, prefix, hashes, info)
+        store.release([answer.lease], timeout_s=1)
+    store.close()
+    return len(found)
+
+
+def _check_checkpoint(
+    store: Store,
+    lease: Any,
+    engine: SimEngine,
+    memory: KvMemory,
+    prefix: Prefix,
+    hashes: list[bytes],
+    info: Any,
+) -> None:
+    layout = engine.backhaul._half._facts.layout
+    unit = layout.hash_tokens
+    for group in layout.groups:
+        names = engine.cache.kv_cache_groups[group.index].layer_names
+        regions = GroupRegions([memory.tensors[n] for n in names], engine.cache.num_blocks)
+        size = group.block_tokens
+        for index in required_blocks(group, info.boundary):
+            key = ObjectKey(memory.rank, group.index, hashes[(index + 1) * size // unit - 1])
+            memory.zero(1)
+            read = store.read(
+                lease, [LoadItem(key, regions.segments(1))], verify=True, timeout_s=5
+            )
+            assert read.ok, f"{key} of the checkpoint at {info.boundary}: {read.reason}"
+            low, high = index * size, (index + 1) * size
+            if group.index in dict(engine.recurrent):
+                got = memory.read_state(group.index, 1)
+                want = memory.expected_state(group.index, prefix[high])
+            else:
+                got = memory.read_tokens(group.index, 1, 0, size)
+                want = engine.expected_block(memory, group.index, prefix, low, high)
+            assert got == want, f"group {group.index}, tokens {low}-{high} at {info.boundary}"
+
+
+SIMULATED: list[SimEngine] = []
+"""Engines whose requests ``check_store`` knows; see the fixture of the same purpose."""
+
+
+@dataclass
+class Pair:
+    """Engines that share one store."""
+
+    uri: str
+    engines: list[SimEngine] = field(default_factory=list)
+
+    def engine(self, **keywords: Any) -> SimEngine:
+        """One more engine."""
+        engine = SimEngine(self.uri, **keywords)
+        self.engines.append(engine)
+        SIMULATED.append(engine)
+        return engine
+
+    def check_idle(self) -> None:
+        """Everything is given back, and what is stored is right."""
+        for engine in self.engines:
+            engine.check_idle()
+        self.checkpoints()
+
+    def checkpoints(self) -> int:
+        """Read the store back; the number of checkpoints in it."""
+        connected = [e for e in self.engines if e.scheduler.connector is not None]
+        return check_store(self.uri, connected[0]) if connected else 0
+
+    def close(self) -> None:
+        """Stop every engine."""
+        for engine in self.engines:
+            engine.close()
+            SIMULATED.remove(engine)
+
+
+def new_uri(capacity: str = "64MiB") -> str:
+    """The address of a store of its own."""
+    return f"inprocess://sim-{next(_names)}?capacity={capacity}"

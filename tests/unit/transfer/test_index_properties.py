@@ -1,0 +1,312 @@
+"""Random histories of the block index against what must always hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    multiple,
+    precondition,
+    rule,
+)
+from index_kit import (
+    GRID,
+    STATE_BYTES,
+    chain,
+    keys_of,
+    make_layout,
+    make_record,
+    manifest_of,
+    size_of,
+)
+
+from backhaul.protocols.checkpoint import (
+    CheckpointKind,
+    DomainId,
+    LeaseId,
+    ObjectKey,
+    PublicationId,
+)
+from backhaul.protocols.errors import StoreRejected
+from backhaul.transfer.base import Grant, GrantStatus, Written
+from backhaul.transfer.index import BlockIndex, Location
+
+PUBLICATIONS = st.sampled_from([PublicationId(name) for name in "pqrs"])
+PREFIXES = st.text("ab", min_size=1, max_size=5)
+KINDS = st.sampled_from(list(CheckpointKind))
+TTL_S = 20.0
+LEASE_MAX_S = 30.0
+
+
+class IndexMachine(RuleBasedStateMachine):
+    """Two domains of two ranks with three kinds of groups, in a pool that holds a few checkpoints.
+
+    It remembers every lease with its end and where its objects lay: as long as it is valid, the
+    same objects must lie at the same places with the same checksums.
+    """
+
+    grants = Bundle("grants")
+
+    @initialize(slots=st.integers(4, 24), quarantine_s=st.sampled_from([0.0, 5.0]))
+    def start(self, slots: int, quarantine_s: float) -> None:
+        """A pool of ``slots`` states; every history its own size."""
+        self.capacity_bytes = slots * STATE_BYTES
+        self.index = BlockIndex(
+            self.capacity_bytes,
+            publication_ttl_s=TTL_S,
+            lease_max_s=LEASE_MAX_S,
+            quarantine_s=quarantine_s,
+        )
+        self.now = 0.0
+        self.layout = make_layout(ranks=2, window_tokens=GRID + 2)
+        self.domains = [
+            self.index.open_domain(make_record(model, self.layout), 0.0) for model in "xy"
+        ]
+        self.readable: dict[LeaseId, dict[ObjectKey, Location]] = {}
+        self.lease_ends: dict[LeaseId, float] = {}
+        self.counters = dict(self.index.counters)
+
+    # -- what clients do ----------------------------------------------------------------------
+
+    @rule(
+        target=grants,
+        domain=st.integers(0, 1),
+        name=PUBLICATIONS,
+        prefix=PREFIXES,
+        rank=st.integers(0, 1),
+        attention_only=st.booleans(),
+    )
+    def reserve(
+        self, domain: int, name: PublicationId, prefix: str, rank: int, attention_only: bool
+    ) -> Any:
+        """Ask for the objects of a checkpoint, or ahead of it for its attention only."""
+        keys = keys_of(self.layout, prefix, rank)
+        if attention_only:
+            keys = [key for key in keys if key.group == 0]
+        wants = [(key, size_of(self.layout, key)) for key in keys]
+        try:
+            answers = self.index.reserve(self.domains[domain], name, wants, self.now)
+        except StoreRejected:  # the publication belongs to the other domain
+            return multiple()
+        assert [answer.key for answer in answers] == keys
+        return multiple((self.domains[domain], name, rank, prefix, answers))
+
+    @rule(given=grants, kind=KINDS, with_manifest=st.booleans(), skip=st.integers(0, 3))
+    def commit(
+        self,
+        given: tuple[DomainId, PublicationId, int, str, list[Grant]],
+        kind: CheckpointKind,
+        with_manifest: bool,
+        skip: int,
+    ) -> None:
+        """Commit grants, fresh or long stale, all of them or not all."""
+        domain, name, rank, prefix, answers = given
+        written = [
+            Written(answer.key, answer.token, answer.token)
+            for number, answer in enumerate(answers)
+            if answer.status is GrantStatus.GRANTED and (skip == 0 or number != skip)
+        ]
+        manifest = manifest_of(prefix, kind) if with_manifest else None
+        try:
+            result = self.index.commit(domain, name, rank, written, manifest, self.now)
+        except StoreRejected:
+            return
+        assert not (result.visible and result.missing)
+        for key in result.missing:
+            entry = self.index.domains[domain].objects.get(key)
+            assert entry is None or not entry.committed
+
+    @rule(
+        domain=st.integers(0, 1),
+        name=PUBLICATIONS,
+        prefix=PREFIXES,
+        kind=KINDS,
+        end=st.booleans(),
+    )
+    def publish(
+        self, domain: int, name: PublicationId, prefix: str, kind: CheckpointKind, end: bool
+    ) -> None:
+        """A whole publication without an accident: visible unless the pool or others hinder it."""
+        hindered = False
+        visible = False
+        for rank in range(self.layout.ranks):
+            wants = [(key, size_of(self.layout, key)) for key in keys_of(self.layout, prefix, rank)]
+            try:
+                answers = self.index.reserve(self.domains[domain], name, wants, self.now)
+                hindered |= any(
+                    answer.status in (GrantStatus.BUSY, GrantStatus.FULL) for answer in answers
+                )
+                written = [
+                    Written(answer.key, answer.token, answer.token)
+                    for answer in answers
+                    if answer.status is GrantStatus.GRANTED
+                ]
+                visible = self.index.commit(
+                    self.domains[domain], name, rank, written, manifest_of(prefix, kind), self.now
+                ).visible
+            except StoreRejected:
+                return
+        assert visible or hindered
+        if end:
+            self.index.abandon(name, self.now)
+
+    @rule(name=PUBLICATIONS)
+    def abandon(self, name: PublicationId) -> None:
+        """End a publication, open or not."""
+        self.index.abandon(name, self.now)
+
+    @rule(name=PUBLICATIONS)
+    def keep_alive(self, name: PublicationId) -> None:
+        """A sign of life."""
+        known = name in self.index.publications.open
+        unknown = self.index.keep_alive([name], self.now)
+        assert known or unknown == [name]
+
+    @rule(domain=st.integers(0, 1), prefix=PREFIXES, ttl_s=st.floats(0, 30))
+    def announce(self, domain: int, prefix: str, ttl_s: float) -> None:
+        """Say that a checkpoint will come, whether it does or not."""
+        self.index.announce(
+            self.domains[domain], len(prefix) * GRID, chain(prefix)[-1], ttl_s, self.now
+        )
+
+    @rule(
+        domain=st.integers(0, 1),
+        prefix=PREFIXES,
+        above=st.integers(0, 3),
+        lease_s=st.sampled_from([0.0, 1.0, 15.0, 1000.0]),
+    )
+    def lookup(self, domain: int, prefix: str, above: int, lease_s: float) -> None:
+        """Look a prefix up and read, at once, everything that the lease covers."""
+        answer = self.index.lookup(
+            self.domains[domain], chain(prefix), above * GRID, lease_s, self.now
+        )
+        boundaries = [match.boundary for match in answer.matches]
+        assert boundaries == sorted(set(boundaries), reverse=True)
+        assert all(boundary > above * GRID for boundary in boundaries)
+        consumable = [match for match in answer.matches if match.consumable]
+        assert all(match.consumable == (match.reason is None) for match in answer.matches)
+        assert (answer.lease is not None) == bool(consumable and lease_s)
+        deepest = consumable[0].boundary if consumable else above * GRID
+        assert answer.awaited is None or answer.awaited.boundary > deepest
+        if answer.lease is None:
+            return
+        places = {}
+        for match in consumable:
+            for rank in range(self.layout.ranks):
+                keys = keys_of(self.layout, prefix[: match.boundary // GRID], rank)
+                places |= dict(
+                    zip(keys, self.index.locate(answer.lease, keys, self.now), strict=True)
+                )
+        self.readable[answer.lease] = places
+        self.lease_ends[answer.lease] = self.now + min(lease_s, LEASE_MAX_S)
+
+    @precondition(lambda self: self.readable)
+    @rule(data=st.data(), lease_s=st.sampled_from([1.0, 10.0]))
+    def renew(self, data: st.DataObject, lease_s: float) -> None:
+        """Renew a lease: possible exactly until it ends."""
+        lease = data.draw(st.sampled_from(sorted(self.readable)))
+        if self.lease_ends[lease] > self.now:
+            self.index.renew(lease, lease_s, self.now)
+            self.lease_ends[lease] = self.now + lease_s
+        else:
+            with pytest.raises(StoreRejected):
+                self.index.renew(lease, lease_s, self.now)
+
+    @precondition(lambda self: self.readable)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        """Give a lease back, valid or not."""
+        lease = data.draw(st.sampled_from(sorted(self.readable)))
+        self.index.release([lease], self.now)
+        self._forget(lease)
+
+    @rule(domain=st.integers(0, 1), nbytes=st.sampled_from([1, 300, STATE_BYTES, 10**9]))
+    def flood(self, domain: int, nbytes: int) -> None:
+        """Somebody wants more than there is; it is all free again afterwards."""
+        wants = [(ObjectKey(0, 0, b"flood %d" % n), nbytes) for n in range(8)]
+        name = PublicationId("flood")
+        answers = self.index.reserve(self.domains[domain], name, wants, self.now)
+        granted = [answer for answer in answers if answer.status is GrantStatus.GRANTED]
+        assert not granted or nbytes <= self.capacity_bytes
+        self.index.abandon(name, self.now)
+
+    @rule(seconds=st.sampled_from([0.5, 3.0, 12.0, 25.0, 1000.0, -5.0]))
+    def pass_time(self, seconds: float) -> None:
+        """The clock jumps; backwards counts as standing still."""
+        self.index.expire(self.now + seconds)
+        self.now += max(seconds, 0.0)
+
+    # -- what must always hold ----------------------------------------------------------------
+
+    @invariant()
+    def books_agree(self) -> None:
+        """See ``check``, which also knows that visible checkpoints are whole."""
+        self.index.check()
+
+    @invariant()
+    def budget_is_kept(self) -> None:
+        """Never more than the pool, and no two objects in one place."""
+        assert self.index.stats().used_bytes <= self.capacity_bytes
+        extents = sorted(
+            (entry.offset, entry.nbytes)
+            for domain in self.index.domains.values()
+            for entry in domain.objects.values()
+        )
+        for (offset, nbytes), (following, _) in zip(extents, extents[1:], strict=False):
+            assert offset + nbytes <= following
+        assert not extents or sum(extents[-1]) <= self.capacity_bytes
+
+    @invariant()
+    def leased_objects_stay_where_they_are(self) -> None:
+        """A valid lease reads the same bytes as when it was granted; an ended one nothing."""
+        for lease, places in list(self.readable.items()):
+            if self.lease_ends[lease] > self.now:
+                assert self.index.locate(lease, list(places), self.now) == list(places.values())
+            else:
+                with pytest.raises(StoreRejected):
+                    self.index.locate(lease, list(places), self.now)
+                self._forget(lease)
+
+    @invariant()
+    def counters_never_fall(self) -> None:
+        """And none appears that was not there from the start."""
+        now = dict(self.index.counters)
+        assert now.keys() == self.counters.keys()
+        assert all(now[name] >= before for name, before in self.counters.items())
+        self.counters = now
+
+    def teardown(self) -> None:
+        """When all has ended, the whole pool can be had, and then all of it is free."""
+        if not hasattr(self, "index"):
+            return
+        for later in (1000.0, 2000.0):
+            self.index.expire(self.now + later)
+        assert self.index.stats().leases == self.index.stats().publications == 0
+        name = PublicationId("everything")
+        wants = [(ObjectKey(0, 0, b"everything"), self.capacity_bytes)]
+        (answer,) = self.index.reserve(self.domains[0], name, wants, self.now)
+        assert answer.status is GrantStatus.GRANTED
+        assert self.index.stats().checkpoints == 0
+        self.index.abandon(name, self.now)
+        assert self.index.stats().used_bytes == self.index.stats().objects == 0
+        self.index.check()
+
+    def _forget(self, lease: LeaseId) -> None:
+        del self.readable[lease]
+        del self.lease_ends[lease]
+
+
+TestRandomHistories = IndexMachine.TestCase
+TestRandomHistories.settings = settings(
+    max_examples=120,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)

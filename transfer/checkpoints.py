@@ -1,0 +1,202 @@
+"""The checkpoints of all domains: pending, visible, and a memory of the evicted ones."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+
+from backhaul.protocols.checkpoint import (
+    CheckpointManifest,
+    CheckpointMatch,
+    DomainId,
+    Reason,
+)
+from backhaul.protocols.layout import GroupKind
+from backhaul.transfer.base import CheckpointInfo
+from backhaul.transfer.entries import (
+    TOMBSTONES_MAX,
+    Checkpoint,
+    Domain,
+    Entry,
+    Tombstone,
+)
+from backhaul.transfer.objects import ObjectTable
+
+
+class CheckpointTable:
+    """Not thread-safe. Knows nothing of publications and leases; its caller counts those."""
+
+    def __init__(self, objects: ObjectTable, counters: Counter[str]) -> None:
+        self.visible: dict[Checkpoint, None] = {}  # in the order in which they became visible
+        self.pending: dict[Checkpoint, None] = {}
+        self.domains_of: dict[bytes, set[Domain]] = {}  # where a boundary's hash is visible
+        self.tombstones: OrderedDict[tuple[DomainId, bytes], Tombstone] = OrderedDict()
+        self._objects = objects
+        self._counters = counters
+        self._serial = 0
+
+    def begin(self, domain: Domain, manifest: CheckpointManifest, now: float) -> Checkpoint:
+        """A pending checkpoint without parts."""
+        block_hash = manifest.hashes[-1]
+        self._serial += 1
+        checkpoint = Checkpoint(
+            domain, manifest.boundary, block_hash, manifest.producer, now, now, self._serial
+        )
+        domain.checkpoints[block_hash] = checkpoint
+        self.pending[checkpoint] = None
+        return checkpoint
+
+    def add_part(
+        self,
+        checkpoint: Checkpoint,
+        rank: int,
+        part: tuple[Entry, ...],
+        manifest: CheckpointManifest,
+    ) -> None:
+        """Register a rank's committed objects; nothing changes if that rank is in already."""
+        _add_kinds(checkpoint, manifest)
+        if rank in checkpoint.parts:
+            return
+        checkpoint.parts[rank] = part
+        kinds = checkpoint.domain.group_kinds
+        for entry in part:
+            self._objects.ref(entry)
+            if kinds[entry.key.group] is GroupKind.RECURRENT:
+                checkpoint.state_bytes += entry.nbytes
+            else:
+                checkpoint.attention_bytes += entry.nbytes
+
+    def publish(self, checkpoint: Checkpoint, manifest: CheckpointManifest, now: float) -> None:
+        """Make a pending checkpoint visible: every rank's part is in."""
+        del self.pending[checkpoint]
+        checkpoint.visible = True
+        checkpoint.created_at = now
+        self.visible[checkpoint] = None
+        domain, block_hash = checkpoint.domain, checkpoint.block_hash
+        self.domains_of.setdefault(block_hash, set()).add(domain)
+        self.tombstones.pop((domain.id, block_hash), None)
+        self._counters["checkpoints_created"] += 1
+        touch_chain(checkpoint, manifest, now)
+
+    def merge(self, checkpoint: Checkpoint, manifest: CheckpointManifest, now: float) -> None:
+        """A visible checkpoint was published again, perhaps for another logical end."""
+        _add_kinds(checkpoint, manifest)
+        self._counters["checkpoints_merged"] += 1
+        touch_chain(checkpoint, manifest, now)
+
+    def discard(self, checkpoint: Checkpoint) -> None:
+        """Forget a pending checkpoint that nobody works on any more."""
+        del self.pending[checkpoint]
+        del checkpoint.domain.checkpoints[checkpoint.block_hash]
+        for entry in checkpoint.entries():
+            self._objects.unref(entry)
+
+    def evict(self, checkpoint: Checkpoint, now: float) -> None:
+        """Remove a visible, unleased checkpoint and free what nothing else uses."""
+        assert not checkpoint.pinned, f"evicting a pinned checkpoint at {checkpoint.boundary}"
+        domain, block_hash = checkpoint.domain, checkpoint.block_hash
+        del self.visible[checkpoint]
+        del domain.checkpoints[block_hash]
+        homes = self.domains_of[block_hash]
+        homes.remove(domain)
+        if not homes:
+            del self.domains_of[block_hash]
+        used_before = self._objects.arena.used_bytes
+        for entry in checkpoint.entries():
+            self._objects.unref(entry)
+            if entry.refs == 0 and entry.holds == 0:
+                self._objects.drop(entry)
+        self.tombstones[domain.id, block_hash] = Tombstone(
+            checkpoint.boundary, tuple(checkpoint.kinds), checkpoint.producer, now
+        )
+        if len(self.tombstones) > TOMBSTONES_MAX:
+            self.tombstones.popitem(last=False)
+        self._counters["evictions_capacity"] += 1
+        self._counters["evicted_bytes"] += used_before - self._objects.arena.used_bytes
+        self._counters["evicted_lifetime_ms"] += int((now - checkpoint.created_at) * 1000)
+        self._counters["evicted_unused_checkpoints"] += checkpoint.hits == 0
+
+    def unusable(
+        self, domain: Domain, boundary: int, block_hash: bytes, now: float
+    ) -> CheckpointMatch | None:
+        """What is known of a checkpoint that is not visible in ``domain``; None: never seen."""
+        known = domain.checkpoints.get(block_hash)
+        if known is not None:
+            if known.visible or known.boundary != boundary:
+                return None  # a hash of the caller's that belongs to another position
+            return _unusable(known, Reason.UNCOMMITTED, now - known.created_at)
+        announcement = domain.announcements.get(block_hash)
+        if announcement is not None and announcement.boundary == boundary:
+            return CheckpointMatch(
+                boundary=boundary, kinds=(), consumable=False, reason=Reason.UNCOMMITTED
+            )
+        tombstone = self.tombstones.get((domain.id, block_hash))
+        if tombstone is not None and tombstone.boundary == boundary:
+            return _unusable(tombstone, Reason.EVICTED, now - tombstone.evicted_at)
+        for home in self.domains_of.get(block_hash, ()):
+            foreign = home.checkpoints[block_hash]
+            if foreign.boundary == boundary:
+                return _unusable(foreign, Reason.DOMAIN_MISMATCH, now - foreign.created_at)
+        return None
+
+
+def touch_chain(checkpoint: Checkpoint, manifest: CheckpointManifest, now: float) -> None:
+    """Count a use of the checkpoint and of those that it extends."""
+    domain = checkpoint.domain
+    unit = domain.record.layout.hash_tokens
+    for boundary in range(domain.boundary_tokens, manifest.boundary + 1, domain.boundary_tokens):
+        met = domain.checkpoints.get(manifest.hashes[boundary // unit - 1])
+        if met is not None and met.boundary == boundary:
+            met.used_at = now
+
+
+def consumable(checkpoint: Checkpoint, now: float) -> CheckpointMatch:
+    """A visible checkpoint as lookups answer it."""
+    return CheckpointMatch(
+        boundary=checkpoint.boundary,
+        kinds=tuple(checkpoint.kinds),
+        consumable=True,
+        age_s=now - checkpoint.created_at,
+        producer=checkpoint.producer,
+    )
+
+
+def describe(checkpoint: Checkpoint, now: float) -> CheckpointInfo:
+    """A visible checkpoint as people see it."""
+    return CheckpointInfo(
+        domain=checkpoint.domain.id,
+        boundary=checkpoint.boundary,
+        block_hash=checkpoint.block_hash,
+        kinds=tuple(checkpoint.kinds),
+        state_bytes=checkpoint.state_bytes,
+        attention_bytes=checkpoint.attention_bytes,
+        age_s=now - checkpoint.created_at,
+        idle_s=now - checkpoint.used_at,
+        leases=checkpoint.leases,
+        producer=checkpoint.producer,
+    )
+
+
+def deepest_first(domain: Domain, boundary_hashes: Sequence[bytes]) -> list[tuple[int, bytes]]:
+    """(boundary, hash) pairs of a prefix whose entry i ends at boundary (i + 1) * B."""
+    grid = domain.boundary_tokens
+    pairs = [((index + 1) * grid, value) for index, value in enumerate(boundary_hashes)]
+    pairs.reverse()
+    return pairs
+
+
+def _unusable(known: Checkpoint | Tombstone, reason: Reason, age_s: float) -> CheckpointMatch:
+    return CheckpointMatch(
+        boundary=known.boundary,
+        kinds=tuple(known.kinds),
+        consumable=False,
+        reason=reason,
+        age_s=age_s,
+        producer=known.producer,
+    )
+
+
+def _add_kinds(checkpoint: Checkpoint, manifest: CheckpointManifest) -> None:
+    for kind in manifest.kinds:
+        if kind not in checkpoint.kinds:
+            checkpoint.kinds.append(kind)

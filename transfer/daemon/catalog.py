@@ -1,0 +1,345 @@
+"""The Catalog service: messages in, calls of the block index, messages out.
+
+Everything runs on one event loop and every index call returns at once, so there are no locks.
+Only ``Lookup`` may wait, and it holds nothing while it does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+import grpc
+
+from backhaul.protocols import store_pb2, store_pb2_grpc
+from backhaul.protocols.checkpoint import (
+    CheckpointKind,
+    CheckpointManifest,
+    DomainId,
+    LeaseId,
+    ObjectKey,
+    PublicationId,
+)
+from backhaul.protocols.domain import parse_domain
+from backhaul.protocols.errors import BackhaulError, StoreFull, StoreRejected
+from backhaul.transfer.base import GrantStatus, Written
+from backhaul.transfer.daemon.pool import Pool
+from backhaul.transfer.entries import NotKnown
+from backhaul.transfer.index import BlockIndex
+
+PROTOCOL_VERSION = 1
+"""Version of store.proto's meaning. 1: first version."""
+LOOKUP_WAIT_MAX_S = 30.0
+"""Longest wait that a lookup may ask for; a request stalled longer is better recomputed."""
+
+logger = logging.getLogger(__name__)
+
+
+class ProtocolMismatch(StoreRejected):
+    """The client speaks another version of the protocol."""
+
+
+STATUS_CODES: tuple[tuple[type[BackhaulError], grpc.StatusCode], ...] = (
+    (ProtocolMismatch, grpc.StatusCode.FAILED_PRECONDITION),
+    (NotKnown, grpc.StatusCode.NOT_FOUND),
+    (StoreRejected, grpc.StatusCode.INVALID_ARGUMENT),
+    (StoreFull, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (BackhaulError, grpc.StatusCode.INTERNAL),
+)
+"""What the index raises -> what the client sees; the first match counts."""
+
+_GRANT_STATUS = {
+    GrantStatus.GRANTED: store_pb2.Grant.GRANTED,
+    GrantStatus.PRESENT: store_pb2.Grant.PRESENT,
+    GrantStatus.BUSY: store_pb2.Grant.BUSY,
+    GrantStatus.FULL: store_pb2.Grant.FULL,
+}
+
+_Request = TypeVar("_Request")
+_Reply = TypeVar("_Reply")
+_Method = Callable[[Any, _Request, Any], Awaitable[_Reply]]
+
+
+def status_code(error: BackhaulError) -> grpc.StatusCode:
+    """The code for an error of ours."""
+    return next(code for kind, code in STATUS_CODES if isinstance(error, kind))
+
+
+def _answering(method: _Method[_Request, _Reply]) -> _Method[_Request, _Reply]:
+    """Turn what the method raises into a status; a bug is logged and hidden from the client."""
+
+    @functools.wraps(method)
+    async def call(self: Any, request: _Request, context: Any) -> _Reply:
+        try:
+            return await method(self, request, context)
+        except BackhaulError as error:
+            await context.abort(status_code(error), str(error))
+        except Exception as error:
+            logger.exception("%s failed", method.__name__)
+            await context.abort(
+                grpc.StatusCode.INTERNAL, f"{method.__name__} failed: {type(error).__name__}"
+            )
+        raise AssertionError("abort always raises")
+
+    return call
+
+
+class Catalog(store_pb2_grpc.CatalogServicer):
+    """One daemon's catalog over one index and one pool."""
+
+    def __init__(
+        self, index: BlockIndex, pool: Pool, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._index = index
+        self._pool = pool
+        self._clock = clock
+        self._changed = asyncio.Event()
+
+    def expire(self) -> None:
+        """End what ran out, and let waiting lookups see whether they still wait for something."""
+        self._index.expire(self._clock())
+        self._wake()
+
+    @_answering
+    async def Hello(self, request: store_pb2.HelloRequest, context: Any) -> store_pb2.HelloReply:
+        """See store.proto."""
+        if request.protocol_version != PROTOCOL_VERSION:
+            raise ProtocolMismatch(
+                f"client {request.client_name[:80]!r} speaks protocol {request.protocol_version}, "
+                f"this daemon {PROTOCOL_VERSION}: run the same Backhaul on both sides"
+            )
+        logger.info("client %s connected", request.client_name[:80])
+        return store_pb2.HelloReply(
+            instance_id=self._index.instance_id,
+            agent_name=self._pool.agent_name,
+            agent_metadata=self._pool.agent_metadata,
+            pool_address=self._pool.address,
+            capacity_bytes=self._pool.capacity_bytes,
+            publication_ttl_s=self._index.publication_ttl_s,
+            lease_ttl_max_s=self._index.lease_max_s,
+        )
+
+    @_answering
+    async def OpenDomain(
+        self, request: store_pb2.OpenDomainRequest, context: Any
+    ) -> store_pb2.OpenDomainReply:
+        """See store.proto."""
+        domain_id = self._index.open_domain(parse_domain(request.record), self._clock())
+        return store_pb2.OpenDomainReply(domain_id=domain_id)
+
+    # -- loads --------------------------------------------------------------------------------
+
+    @_answering
+    async def Lookup(self, request: store_pb2.LookupRequest, context: Any) -> store_pb2.LookupReply:
+        """See store.proto. The lease is taken after the wait, so a caller that hangs up while
+        waiting leaves nothing behind."""
+        domain_id = DomainId(request.domain_id)
+        hashes = list(request.boundary_hashes)
+        waited_s = await self._wait(domain_id, hashes, request.above_tokens, request.wait_s)
+        answer = self._index.lookup(
+            domain_id, hashes, request.above_tokens, request.lease_s, self._clock()
+        )
+        matches = [
+            store_pb2.Match(
+                boundary=match.boundary,
+                kinds=[kind.value for kind in match.kinds],
+                consumable=match.consumable,
+                reason=match.reason.value if match.reason else "",
+                age_s=match.age_s,
+                producer=match.producer,
+            )
+            for match in answer.matches
+        ]
+        return store_pb2.LookupReply(
+            matches=matches, lease_id=answer.lease or "", waited_s=waited_s
+        )
+
+    async def _wait(
+        self, domain_id: DomainId, hashes: Sequence[bytes], above_tokens: int, wait_s: float
+    ) -> float:
+        """Wait while something deeper is about to come, at most ``wait_s``; seconds waited."""
+        started = now = self._clock()
+        deadline = started + min(wait_s, LOOKUP_WAIT_MAX_S)
+        while now < deadline:
+            awaited = self._index.awaited(domain_id, hashes, above_tokens, now)
+            if awaited is None:
+                break
+            try:
+                async with asyncio.timeout(min(deadline, awaited.until) - now):
+                    await self._changed.wait()
+            except TimeoutError:
+                pass
+            now = self._clock()
+        return now - started
+
+    @_answering
+    async def Locate(self, request: store_pb2.LocateRequest, context: Any) -> store_pb2.LocateReply:
+        """See store.proto."""
+        keys = [_key(key) for key in request.keys]
+        places = self._index.locate(LeaseId(request.lease_id), keys, self._clock())
+        return store_pb2.LocateReply(
+            locations=[
+                store_pb2.Location(
+                    offset=place.offset, nbytes=place.nbytes, checksum=place.checksum
+                )
+                for place in places
+            ]
+        )
+
+    @_answering
+    async def RenewLease(
+        self, request: store_pb2.RenewLeaseRequest, context: Any
+    ) -> store_pb2.RenewLeaseReply:
+        """See store.proto."""
+        self._index.renew(LeaseId(request.lease_id), request.lease_s, self._clock())
+        return store_pb2.RenewLeaseReply()
+
+    @_answering
+    async def ReleaseLease(
+        self, request: store_pb2.ReleaseLeaseRequest, context: Any
+    ) -> store_pb2.ReleaseLeaseReply:
+        """See store.proto."""
+        self._index.release([LeaseId(name) for name in request.lease_ids], self._clock())
+        return store_pb2.ReleaseLeaseReply()
+
+    # -- publications -------------------------------------------------------------------------
+
+    @_answering
+    async def Announce(
+        self, request: store_pb2.AnnounceRequest, context: Any
+    ) -> store_pb2.AnnounceReply:
+        """See store.proto."""
+        self._index.announce(
+            DomainId(request.domain_id),
+            request.boundary,
+            request.block_hash,
+            request.ttl_s,
+            self._clock(),
+        )
+        return store_pb2.AnnounceReply()
+
+    @_answering
+    async def Reserve(
+        self, request: store_pb2.ReserveRequest, context: Any
+    ) -> store_pb2.ReserveReply:
+        """See store.proto."""
+        grants = self._index.reserve(
+            DomainId(request.domain_id),
+            PublicationId(request.publication_id),
+            [(_key(want.key), want.nbytes) for want in request.wants],
+            self._clock(),
+        )
+        return store_pb2.ReserveReply(
+            grants=[
+                store_pb2.Grant(
+                    status=_GRANT_STATUS[grant.status], offset=grant.offset, token=grant.token
+                )
+                for grant in grants
+            ]
+        )
+
+    @_answering
+    async def Commit(self, request: store_pb2.CommitRequest, context: Any) -> store_pb2.CommitReply:
+        """See store.proto."""
+        manifest = _manifest(request.manifest) if request.HasField("manifest") else None
+        result = self._index.commit(
+            DomainId(request.domain_id),
+            PublicationId(request.publication_id),
+            request.rank,
+            [Written(_key(item.key), item.token, item.checksum) for item in request.written],
+            manifest,
+            self._clock(),
+        )
+        if result.visible:
+            self._wake()
+        missing = [
+            store_pb2.Key(rank=key.rank, group=key.group, block_hash=key.block_hash)
+            for key in result.missing
+        ]
+        return store_pb2.CommitReply(visible=result.visible, missing=missing)
+
+    @_answering
+    async def Abandon(
+        self, request: store_pb2.AbandonRequest, context: Any
+    ) -> store_pb2.AbandonReply:
+        """See store.proto."""
+        self._index.abandon(PublicationId(request.publication_id), self._clock())
+        self._wake()
+        return store_pb2.AbandonReply()
+
+    @_answering
+    async def KeepAlive(
+        self, request: store_pb2.KeepAliveRequest, context: Any
+    ) -> store_pb2.KeepAliveReply:
+        """See store.proto."""
+        names = [PublicationId(name) for name in request.publication_ids]
+        return store_pb2.KeepAliveReply(unknown=self._index.keep_alive(names, self._clock()))
+
+    # -- people -------------------------------------------------------------------------------
+
+    @_answering
+    async def Stats(self, request: store_pb2.StatsRequest, context: Any) -> store_pb2.StatsReply:
+        """See store.proto."""
+        stats = self._index.stats()
+        return store_pb2.StatsReply(
+            instance_id=stats.instance_id,
+            capacity_bytes=stats.capacity_bytes,
+            used_bytes=stats.used_bytes,
+            objects=stats.objects,
+            checkpoints=stats.checkpoints,
+            leases=stats.leases,
+            publications=stats.publications,
+            domains=stats.domains,
+            counters=stats.counters,
+        )
+
+    @_answering
+    async def ListCheckpoints(
+        self, request: store_pb2.ListCheckpointsRequest, context: Any
+    ) -> store_pb2.ListCheckpointsReply:
+        """See store.proto."""
+        domain_id = DomainId(request.domain_id) if request.domain_id else None
+        infos = self._index.list_checkpoints(domain_id, request.limit, self._clock())
+        return store_pb2.ListCheckpointsReply(
+            checkpoints=[
+                store_pb2.CheckpointInfo(
+                    domain_id=info.domain,
+                    boundary=info.boundary,
+                    block_hash=info.block_hash,
+                    kinds=[kind.value for kind in info.kinds],
+                    state_bytes=info.state_bytes,
+                    attention_bytes=info.attention_bytes,
+                    age_s=info.age_s,
+                    idle_s=info.idle_s,
+                    leases=info.leases,
+                    producer=info.producer,
+                )
+                for info in infos
+            ]
+        )
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+def _key(key: store_pb2.Key) -> ObjectKey:
+    return ObjectKey(key.rank, key.group, key.block_hash)
+
+
+def _manifest(manifest: store_pb2.Manifest) -> CheckpointManifest:
+    try:
+        kinds = tuple(CheckpointKind(kind) for kind in manifest.kinds)
+    except ValueError as error:
+        valid = ", ".join(kind.value for kind in CheckpointKind)
+        raise StoreRejected(f"checkpoint kind: {error}; valid are {valid}") from None
+    return CheckpointManifest(
+        boundary=manifest.boundary,
+        hashes=tuple(manifest.hashes),
+        kinds=kinds,
+        producer=manifest.producer,
+    )

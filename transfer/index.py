@@ -1,0 +1,516 @@
+"""The block index of the embedded store: names, places, leases. Sans-I/O.
+
+No clock (methods take ``now``, seconds on any monotone clock; an earlier ``now`` counts as the
+latest one seen), no bytes, no network, no threads. The daemon runs it, and so may a simulator.
+
+An object's life::
+
+    absent -> reserved -> committed -> (loose) -> absent
+              one publication writes it          evicted, or never committed
+
+A checkpoint's life::
+
+    first rank commits -> pending -> all ranks committed -> visible -> evicted (tombstone)
+
+Rules, recomputed by ``check``: what an open publication, a lease or a checkpoint uses is never
+freed; a visible checkpoint has every object of every rank; allocated space is the sum of objects.
+Refusals raise ``StoreRejected`` (``NotKnown`` for names), limits ``StoreFull``, and change nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from backhaul.protocols.checkpoint import (
+    CheckpointManifest,
+    CheckpointMatch,
+    DomainId,
+    LeaseId,
+    ObjectKey,
+    PublicationId,
+    Reason,
+)
+from backhaul.protocols.domain import DomainRecord
+from backhaul.protocols.errors import StoreFull, StoreRejected
+from backhaul.transfer.base import (
+    CheckpointInfo,
+    CommitResult,
+    Grant,
+    StoreStats,
+    Written,
+)
+from backhaul.transfer.checkpoints import CheckpointTable, consumable, deepest_first, describe
+from backhaul.transfer.deadlines import Deadlines
+from backhaul.transfer.entries import (
+    ANNOUNCEMENTS_MAX,
+    DOMAINS_MAX,
+    MATCHES_MAX,
+    Announcement,
+    Checkpoint,
+    Domain,
+    Entry,
+    Lease,
+    NotKnown,
+    Publication,
+)
+from backhaul.transfer.eviction import (
+    EvictionStrategy,
+    LeastRecentlyUsed,
+    Reclaimer,
+    pinned_entries,
+)
+from backhaul.transfer.index_check import Books, check_books
+from backhaul.transfer.index_input import (
+    check_boundary,
+    check_commit,
+    check_hash,
+    check_wants,
+    required_keys,
+    seconds,
+)
+from backhaul.transfer.leases import LeaseTable, Location, locate
+from backhaul.transfer.objects import ObjectTable
+from backhaul.transfer.publications import PublicationTable
+
+COUNTERS = (
+    "lookups",
+    "hits",
+    "reservations",
+    "granted_objects",
+    "granted_bytes",
+    "present_objects",
+    "busy_objects",
+    "full_objects",
+    "commits",
+    "committed_objects",
+    "stale_commits",
+    "checkpoints_created",
+    "checkpoints_merged",
+    "checkpoints_hit",
+    "evictions_capacity",
+    "evicted_bytes",
+    "evicted_unused_checkpoints",
+    "evicted_lifetime_ms",
+    "evicted_loose_objects",
+    "expired_publications",
+    "expired_leases",
+    "expired_announcements",
+)
+"""Every counter there is besides ``unconsumable_<reason>``; all start at 0."""
+
+_UNCONSUMABLE = (Reason.UNCOMMITTED, Reason.EVICTED, Reason.DOMAIN_MISMATCH)
+
+
+class Awaited(NamedTuple):
+    """A checkpoint worth waiting for: its boundary, and until when (seconds, ``inf`` if open)."""
+
+    boundary: int
+    until: float
+
+
+class LookupAnswer(NamedTuple):
+    """Candidates deepest first; the lease on all consumable ones; what is about to come."""
+
+    matches: tuple[CheckpointMatch, ...]
+    lease: LeaseId | None
+    awaited: Awaited | None
+
+
+class BlockIndex:
+    """See the module's docstring. Not thread-safe; every call returns at once."""
+
+    def __init__(
+        self,
+        capacity_bytes: int,
+        *,
+        publication_ttl_s: float,
+        lease_max_s: float,
+        instance_id: str = "index",
+        first_token: int = 1,
+        quarantine_s: float = 0.0,
+        strategy: EvictionStrategy | None = None,
+    ) -> None:
+        """
+        Args:
+            publication_ttl_s: life of a publication without reserve, commit or keep_alive.
+            lease_max_s: longer leases are cut to this.
+            instance_id: prefix of lease ids; unique per start, so that a lease of an earlier one
+                is not mistaken for one of this.
+            first_token: where reservation tokens start; for the same reason.
+            quarantine_s: how long the uncommitted space of an expired publication stays unused.
+        """
+        self.instance_id = instance_id
+        self.publication_ttl_s = publication_ttl_s
+        self.lease_max_s = lease_max_s
+        self.quarantine_s = quarantine_s
+        self.strategy: EvictionStrategy = strategy or LeastRecentlyUsed()
+        self.objects = ObjectTable(capacity_bytes, first_token)
+        self.domains: dict[DomainId, Domain] = {}
+        self.leases = LeaseTable(instance_id)
+        self.announcements: dict[Announcement, None] = {}  # oldest first
+        self.counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
+        self.counters.update({f"unconsumable_{reason}": 0 for reason in _UNCONSUMABLE})
+        self.checkpoints = CheckpointTable(self.objects, self.counters)
+        self.publications = PublicationTable(self.objects, self.checkpoints, self.counters)
+        self._deadlines: Deadlines[Publication | Lease | Announcement] = Deadlines()
+        self._now = -math.inf
+
+    # -- domains ------------------------------------------------------------------------------
+
+    def open_domain(self, record: DomainRecord, now: float) -> DomainId:
+        """Make a domain known. Repeating it is harmless."""
+        now = self.expire(now)
+        domain_id = record.domain_id
+        if domain_id not in self.domains:
+            if len(self.domains) >= DOMAINS_MAX:
+                self._forget_a_domain()
+            self.domains[domain_id] = Domain(
+                domain_id,
+                record,
+                now,
+                record.layout.boundary_tokens,
+                {group.index: group.kind for group in record.layout.groups},
+            )
+        self.domains[domain_id].used_at = now
+        return domain_id
+
+    # -- publications -------------------------------------------------------------------------
+
+    def reserve(
+        self,
+        domain_id: DomainId,
+        publication_id: PublicationId,
+        wants: Sequence[tuple[ObjectKey, int]],
+        now: float,
+    ) -> list[Grant]:
+        """Answer (key, bytes) pairs in their order; see ``GrantStatus``. What is granted or
+        present stays until the publication ends."""
+        now = self.expire(now)
+        domain = self._domain(domain_id, now)
+        check_wants(domain, wants)
+        publication = self._join(publication_id, domain, now)
+        self.counters["reservations"] += 1
+        grants: list[Grant | None] = []
+        for key, _ in wants:
+            # What is there is held before anything is evicted for what is not.
+            entry = domain.objects.get(key)
+            grants.append(self.publications.grant_known(publication, entry) if entry else None)
+        absent = [index for index, grant in enumerate(grants) if grant is None]
+        reclaimer: Reclaimer | None = None
+        for position, index in enumerate(absent):
+            key, nbytes = wants[index]
+            if (entry := domain.objects.get(key)) is not None:  # wanted twice in this call
+                grants[index] = self.publications.grant_known(publication, entry)
+                continue
+            if not self.objects.arena.fits(nbytes):
+                if reclaimer is None:
+                    sizes = dict(wants[i] for i in absent[position:])
+                    reclaimer = self._reclaimer(list(sizes.values()), now)
+                reclaimer.make_room(nbytes)
+            grants[index] = self.publications.grant_new(publication, key, nbytes)
+        return [grant for grant in grants if grant is not None]
+
+    def commit(
+        self,
+        domain_id: DomainId,
+        publication_id: PublicationId,
+        rank: int,
+        written: Sequence[Written],
+        manifest: CheckpointManifest | None,
+        now: float,
+    ) -> CommitResult:
+        """Complete written objects and, with a manifest, this rank's part of the checkpoint.
+
+        An object whose token is stale is not accepted, and missing unless somebody else committed
+        it. The rank's part is registered only when nothing is missing."""
+        now = self.expire(now)
+        domain = self._domain(domain_id, now)
+        check_commit(domain, rank, written)
+        required = required_keys(domain, rank, manifest) if manifest else []
+        publication = self._join(publication_id, domain, now)
+        self.counters["commits"] += 1
+        for item in written:
+            self.publications.complete(publication, item)
+        wanted = dict.fromkeys([item.key for item in written] + required)
+        entries = {key: domain.objects.get(key) for key in wanted}
+        missing = tuple(key for key, entry in entries.items() if not (entry and entry.committed))
+        if manifest is None:
+            return CommitResult(False, missing)
+        known = domain.checkpoints.get(manifest.hashes[-1])
+        if known is not None and known.visible:
+            self.checkpoints.merge(known, manifest, now)
+            return CommitResult(True)
+        if missing:
+            return CommitResult(False, missing)
+        part = tuple(domain.objects[key] for key in required)
+        checkpoint = known or self.checkpoints.begin(domain, manifest, now)
+        self.checkpoints.add_part(checkpoint, rank, part, manifest)
+        self.publications.work_on(publication, checkpoint)
+        if len(checkpoint.parts) < domain.record.layout.ranks:
+            return CommitResult(False)
+        self.checkpoints.publish(checkpoint, manifest, now)
+        self.publications.finish(checkpoint)
+        if (announcement := domain.announcements.get(checkpoint.block_hash)) is not None:
+            self._drop_announcement(announcement)
+        return CommitResult(True)
+
+    def abandon(self, publication_id: PublicationId, now: float) -> None:
+        """End a publication on every rank; unknown ones are ignored. Its reserved space may be
+        given away at once, so no transfer into it may be in flight."""
+        now = self.expire(now)
+        publication = self.publications.open.get(publication_id)
+        if publication is not None:
+            self.publications.end(publication)
+
+    def keep_alive(
+        self, publication_ids: Sequence[PublicationId], now: float
+    ) -> list[PublicationId]:
+        """Give publications their full life again. Answers those that are unknown by now."""
+        now = self.expire(now)
+        unknown = []
+        for publication_id in publication_ids:
+            publication = self.publications.open.get(publication_id)
+            if publication is None:
+                unknown.append(publication_id)
+            else:
+                publication.expires_at = now + self.publication_ttl_s
+        return unknown
+
+    def announce(
+        self, domain_id: DomainId, boundary: int, block_hash: bytes, ttl_s: float, now: float
+    ) -> None:
+        """Say that a checkpoint is about to be published; pointless where it is visible."""
+        now = self.expire(now)
+        domain = self._domain(domain_id, now)
+        check_hash(block_hash)
+        check_boundary(domain, boundary)
+        ttl_s = min(seconds("ttl_s", ttl_s), self.publication_ttl_s)
+        known = domain.checkpoints.get(block_hash)
+        if ttl_s == 0 or (known is not None and known.visible):
+            return
+        earlier = domain.announcements.get(block_hash)
+        if earlier is not None and earlier.boundary == boundary:
+            self._move_deadline(earlier, now + ttl_s)
+            return
+        if earlier is not None:
+            self._drop_announcement(earlier)
+        elif len(self.announcements) >= ANNOUNCEMENTS_MAX:
+            self._drop_announcement(next(iter(self.announcements)))
+        announcement = Announcement(domain, block_hash, boundary, now + ttl_s)
+        self.announcements[announcement] = None
+        domain.announcements[block_hash] = announcement
+        self._deadlines.push(announcement)
+
+    # -- loads --------------------------------------------------------------------------------
+
+    def awaited(
+        self,
+        domain_id: DomainId,
+        boundary_hashes: Sequence[bytes],
+        above_tokens: int,
+        now: float,
+    ) -> Awaited | None:
+        """The deepest checkpoint of the prefix that is announced or pending and deeper than any
+        visible one; None where nothing is worth waiting for."""
+        now = self.expire(now)
+        domain = self._domain(domain_id, now)
+        for boundary, block_hash in deepest_first(domain, boundary_hashes):
+            if boundary <= above_tokens:
+                break
+            checkpoint = domain.checkpoints.get(block_hash)
+            if checkpoint is not None and checkpoint.boundary == boundary:
+                return None if checkpoint.visible else Awaited(boundary, math.inf)
+            announcement = domain.announcements.get(block_hash)
+            if announcement is not None and announcement.boundary == boundary:
+                return Awaited(boundary, announcement.expires_at)
+        return None
+
+    def lookup(
+        self,
+        domain_id: DomainId,
+        boundary_hashes: Sequence[bytes],
+        above_tokens: int,
+        lease_s: float,
+        now: float,
+    ) -> LookupAnswer:
+        """Checkpoints of the prefix above ``above_tokens``: up to ``MATCHES_MAX`` consumable ones,
+        under one lease, and as many of which something is known that makes them unusable."""
+        now = self.expire(now)
+        domain = self._domain(domain_id, now)
+        lease_s = min(seconds("lease_s", lease_s), self.lease_max_s)
+        if lease_s:
+            self.leases.check_room()
+        self.counters["lookups"] += 1
+        usable: list[Checkpoint] = []
+        matches: list[CheckpointMatch] = []
+        unusable = 0
+        for boundary, block_hash in deepest_first(domain, boundary_hashes):
+            checkpoint = domain.checkpoints.get(block_hash)
+            if checkpoint is not None and checkpoint.visible and checkpoint.boundary == boundary:
+                if boundary > above_tokens and len(usable) < MATCHES_MAX:
+                    usable.append(checkpoint)
+                    matches.append(consumable(checkpoint, now))
+                if usable:  # this one, or one that extends it, was hit
+                    checkpoint.used_at = now
+            elif boundary > above_tokens and unusable < MATCHES_MAX:
+                match = self.checkpoints.unusable(domain, boundary, block_hash, now)
+                if match is not None:
+                    unusable += 1
+                    matches.append(match)
+                    self.counters[f"unconsumable_{match.reason}"] += 1
+        self._count_hit(usable)
+        lease_id = None
+        if usable and lease_s:
+            lease = self.leases.grant(domain, tuple(usable), now + lease_s)
+            self._deadlines.push(lease)
+            lease_id = lease.id
+        awaited = self.awaited(domain_id, boundary_hashes, above_tokens, now)
+        return LookupAnswer(tuple(matches), lease_id, awaited)
+
+    def locate(self, lease_id: LeaseId, keys: Sequence[ObjectKey], now: float) -> list[Location]:
+        """Where objects of the leased checkpoints lie, in the order of the keys."""
+        now = self.expire(now)
+        lease = self.leases.get(lease_id)
+        locations = locate(lease, keys)
+        for checkpoint in lease.checkpoints:
+            checkpoint.used_at = now
+        return locations
+
+    def renew(self, lease_id: LeaseId, lease_s: float, now: float) -> None:
+        """Make a lease last ``lease_s`` from now, whether that is longer or shorter."""
+        now = self.expire(now)
+        lease_s = min(seconds("lease_s", lease_s), self.lease_max_s)
+        lease = self.leases.get(lease_id)
+        if lease_s == 0:
+            raise StoreRejected("lease_s is 0: to give a lease back, release it")
+        self._move_deadline(lease, now + lease_s)
+
+    def release(self, lease_ids: Sequence[LeaseId], now: float) -> None:
+        """Give leases back; unknown ones are ignored."""
+        self.expire(now)
+        for lease_id in lease_ids:
+            lease = self.leases.valid.get(lease_id)
+            if lease is not None:
+                self.leases.end(lease)
+
+    # -- time and people ----------------------------------------------------------------------
+
+    def expire(self, now: float) -> float:
+        """End what ran out. Every other method does so first, so this is only needed to free
+        space while nobody calls. Answers ``now``, or the latest time seen if that is later."""
+        self._now = now = max(now, self._now)
+        for owner in self._deadlines.due(now):
+            if isinstance(owner, Lease):
+                self.leases.end(owner)
+                self.counters["expired_leases"] += 1
+            elif isinstance(owner, Publication):
+                self.publications.end(owner, reuse_at=now + self.quarantine_s)
+                self.counters["expired_publications"] += 1
+            else:
+                self._drop_announcement(owner)
+                self.counters["expired_announcements"] += 1
+        self.objects.release_quarantine(now)
+        return now
+
+    def stats(self) -> StoreStats:
+        """Occupancy and counters. ``used_bytes`` includes rounding and quarantine."""
+        return StoreStats(
+            instance_id=self.instance_id,
+            capacity_bytes=self.objects.arena.capacity_bytes,
+            used_bytes=self.objects.arena.used_bytes,
+            objects=self.objects.count,
+            checkpoints=len(self.checkpoints.visible),
+            leases=len(self.leases.valid),
+            publications=len(self.publications.open),
+            domains=len(self.domains),
+            counters=dict(self.counters),
+        )
+
+    def list_checkpoints(
+        self, domain_id: DomainId | None, limit: int, now: float
+    ) -> list[CheckpointInfo]:
+        """Visible checkpoints, newest first; of one domain, or of all; ``limit`` 0 means all."""
+        now = self.expire(now)
+        domain = None if domain_id is None else self._domain(domain_id, now)
+        infos = []
+        for checkpoint in reversed(self.checkpoints.visible):
+            if domain is None or checkpoint.domain is domain:
+                infos.append(describe(checkpoint, now))
+                if len(infos) == limit:
+                    break
+        return infos
+
+    def check(self) -> None:
+        """Recompute all books; ``AssertionError`` where two disagree. Walks over everything."""
+        check_books(
+            Books(
+                self.domains,
+                self.objects,
+                self.checkpoints,
+                self.publications,
+                self.leases,
+                self.announcements,
+            )
+        )
+
+    # -- inside -------------------------------------------------------------------------------
+
+    def _join(self, name: PublicationId, domain: Domain, now: float) -> Publication:
+        expires_at = now + self.publication_ttl_s
+        publication, is_new = self.publications.join(name, domain, expires_at)
+        if is_new:
+            self._deadlines.push(publication)
+        return publication
+
+    def _reclaimer(self, sizes: Sequence[int], now: float) -> Reclaimer:
+        def drop_loose(entry: Entry) -> None:
+            self.objects.drop(entry)
+            self.counters["evicted_loose_objects"] += 1
+
+        held = [publication.held.values() for publication in self.publications.open.values()]
+        held += [publication.reserved.values() for publication in self.publications.open.values()]
+        visible = self.checkpoints.visible
+        leased = {
+            checkpoint for lease in self.leases.valid.values() for checkpoint in lease.checkpoints
+        }
+        return Reclaimer(
+            self.objects,
+            pinned_entries(held, [*leased, *self.checkpoints.pending]),
+            self.strategy.order([one for one in visible if not one.pinned], now),
+            lambda checkpoint: self.checkpoints.evict(checkpoint, now),
+            drop_loose,
+            sizes,
+        )
+
+    def _move_deadline(self, owner: Lease | Announcement, expires_at: float) -> None:
+        shortened = expires_at < owner.expires_at
+        owner.expires_at = expires_at
+        if shortened:  # otherwise the deadline that is queued already comes first
+            self._deadlines.push(owner)
+
+    def _count_hit(self, usable: Sequence[Checkpoint]) -> None:
+        if usable:
+            self.counters["hits"] += 1
+            self.counters["checkpoints_hit"] += usable[0].hits == 0
+            usable[0].hits += 1
+
+    def _drop_announcement(self, announcement: Announcement) -> None:
+        announcement.ended = True
+        del self.announcements[announcement]
+        del announcement.domain.announcements[announcement.block_hash]
+
+    def _domain(self, domain_id: DomainId, now: float) -> Domain:
+        domain = self.domains.get(domain_id)
+        if domain is None:
+            raise NotKnown(f"domain {domain_id[:80]!r} is unknown: open it first")
+        domain.used_at = now
+        return domain
+
+    def _forget_a_domain(self) -> None:
+        empty = [domain for domain in self.domains.values() if domain.empty]
+        if not empty:
+            raise StoreFull(f"{DOMAINS_MAX} domains have content: no other can be opened")
+        del self.domains[min(empty, key=lambda domain: domain.used_at).id]
