@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import backhaul
-from backhaul.deploy import store_command
+from backhaul.deploy import demo_command, store_command
 from backhaul.protocols.errors import ConfigError
 
 app = typer.Typer(
@@ -18,6 +18,7 @@ app = typer.Typer(
     add_completion=False,
 )
 app.command("store")(store_command.store)
+app.command("demo")(demo_command.demo)
 
 
 def _show_version(wanted: bool) -> None:

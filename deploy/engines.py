@@ -1,26 +1,15 @@
-"""Starts vLLM engines as child processes on CPU cores and leaves none behind.
+"""vLLM engines and the store daemon as services on one machine."""
 
-One :class:`Engine` is one OpenAI API server with its engine core and workers. A :class:`Cluster`
-runs several and stops all of them however its block is left.
-"""
+from __future__ import annotations
 
 import json
 import os
-import signal
-import socket
-import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Self
 
-import httpx
-import psutil
+from backhaul.deploy.processes import Service, free_port
 
 # Set for every engine; an engine's own ``env`` wins. Why each one:
 DEFAULT_ENV = {
@@ -39,23 +28,8 @@ DEFAULT_ARGS = (
     "--mamba-ssm-cache-dtype=float32",
     "--block-size=32",
     "--max-model-len=16384",
+    "--enable-prompt-tokens-details",
 )
-LOG_LINES_IN_ERROR = 15
-POLL_INTERVAL_S = 0.25
-
-Progress = Callable[[str, float], None]
-"""Called with an engine's name and the seconds since it started, while it is not yet healthy."""
-
-
-class EngineError(RuntimeError):
-    """An engine ended early or did not become healthy."""
-
-
-def free_port() -> int:
-    """Return a TCP port on the loopback interface that nothing listens on at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @dataclass(frozen=True)
@@ -75,14 +49,12 @@ class EngineSpec:
     env: Mapping[str, str] = field(default_factory=dict)
 
 
-class Engine:
-    """One vLLM API server process and everything that it spawned."""
+class Engine(Service):
+    """One vLLM API server process with its engine core and workers."""
 
     def __init__(self, spec: EngineSpec, log_dir: Path) -> None:
+        super().__init__(spec.name, log_dir)
         self.spec = spec
-        self.log_path = log_dir / f"{spec.name}.log"
-        self._process: subprocess.Popen[bytes] | None = None
-        self._started_at = 0.0
 
     @property
     def url(self) -> str:
@@ -90,12 +62,10 @@ class Engine:
         return f"http://127.0.0.1:{self.spec.port}"
 
     @property
-    def pid(self) -> int | None:
-        """Process id of the API server; None before :meth:`start` and after :meth:`stop`."""
-        return self._process.pid if self._process else None
+    def health_url(self) -> str:
+        return f"{self.url}/health"
 
     def command(self) -> list[str]:
-        """Return the command line that :meth:`start` runs."""
         spec = self.spec
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
         command += [f"--model={spec.model}", f"--served-model-name={spec.model.name}"]
@@ -105,181 +75,80 @@ class Engine:
         return [*command, *spec.args]
 
     def environment(self) -> dict[str, str]:
-        """Return the environment that :meth:`start` runs the command in."""
         own = {
             "VLLM_CPU_OMP_THREADS_BIND": self.spec.cores,
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
         }
         return {**os.environ, **DEFAULT_ENV, **own, **self.spec.env}
 
-    def start(self) -> None:
-        """Start the server; return at once. Its output goes to :attr:`log_path`."""
-        if self._process is not None:
-            raise EngineError(f"engine {self.spec.name} already runs: stop it before starting it")
-        self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        with self.log_path.open("wb") as log:
-            self._process = subprocess.Popen(
-                self.command(),
-                env=self.environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                # A session of its own keeps the terminal's Ctrl-C away from the engine, and marks
-                # children that outlive the server as ours.
-                start_new_session=True,
-            )
-        self._started_at = time.monotonic()
 
-    def wait_healthy(self, timeout_s: float, on_progress: Progress | None = None) -> None:
-        """Block until the server answers ``/health``.
-
-        Raises :class:`EngineError` with the end of the log if the server exits first or needs more
-        than ``timeout_s`` seconds from its start.
-        """
-        if self._process is None:
-            raise EngineError(f"engine {self.spec.name} is not running: start it first")
-        while True:
-            age_s = time.monotonic() - self._started_at
-            if (code := self._process.poll()) is not None:
-                raise EngineError(
-                    f"engine {self.spec.name} exited with code {code} after {age_s:.0f} s; "
-                    f"see {self.log_path}:\n{self._log_tail()}"
-                )
-            with suppress(httpx.TransportError):
-                if httpx.get(f"{self.url}/health", timeout=2.0).is_success:
-                    return
-            if age_s > timeout_s:
-                raise EngineError(
-                    f"engine {self.spec.name} is not healthy after {timeout_s:.0f} s; "
-                    f"see {self.log_path}:\n{self._log_tail()}"
-                )
-            if on_progress:
-                on_progress(self.spec.name, age_s)
-            time.sleep(POLL_INTERVAL_S)
-
-    def stop(self, grace_s: float = 10.0) -> None:
-        """End the server and all its descendants; kill what is left after ``grace_s`` seconds."""
-        stop_all([self], grace_s)
-
-    def processes(self) -> list[psutil.Process]:
-        """Return the server's process and all its descendants, also those it no longer owns."""
-        if self._process is None:
-            return []
-        found = {p.pid: p for p in _session_members(self._process.pid)}
-        # Once the server was waited for, its pid may belong to a stranger.
-        if self._process.poll() is None:
-            with suppress(psutil.NoSuchProcess):
-                server = psutil.Process(self._process.pid)
-                found |= {p.pid: p for p in (server, *server.children(recursive=True))}
-        return list(found.values())
-
-    def terminate(self) -> None:
-        """Ask the server to end; it ends its workers itself. Use :meth:`stop` to be sure."""
-        if self._process is not None:
-            self._process.terminate()
-
-    def reap(self) -> None:
-        """Forget an ended server, so that :meth:`start` can run it again."""
-        if self._process is not None:
-            self._process.wait()
-            self._process = None
-
-    def _log_tail(self) -> str:
-        lines = self.log_path.read_text(errors="replace").splitlines()
-        return "\n".join(lines[-LOG_LINES_IN_ERROR:])
-
-
-def _session_members(session: int) -> Iterable[psutil.Process]:
-    for process in psutil.process_iter():
-        with suppress(ProcessLookupError, PermissionError):
-            if os.getsid(process.pid) == session:
-                yield process
-
-
-def stop_all(engines: Sequence[Engine], grace_s: float = 10.0) -> None:
-    """Stop several engines at once; an interruption while waiting kills them right away."""
-    try:
-        for engine in engines:
-            engine.terminate()
-        deadline = time.monotonic() + grace_s
-        while time.monotonic() < deadline and any(_running(e) for e in engines):
-            time.sleep(0.05)
-    finally:
-        for engine in engines:
-            while left := _running(engine):
-                for process in left:
-                    with suppress(psutil.NoSuchProcess):
-                        process.kill()
-                psutil.wait_procs(left, timeout=1.0)
-            engine.reap()
-
-
-def _running(engine: Engine) -> list[psutil.Process]:
-    return [p for p in engine.processes() if _alive(p)]
-
-
-def _alive(process: psutil.Process) -> bool:
-    with suppress(psutil.NoSuchProcess):
-        return bool(process.status() != psutil.STATUS_ZOMBIE)
-    return False
-
-
-class Cluster:
-    """Engines that run for the length of a ``with`` block.
-
-    They start side by side; the block is entered once all are healthy. However it is left, by its
-    end, an exception, Ctrl-C or SIGTERM, every process is gone afterwards. SIGTERM ends the block
-    with ``SystemExit`` (only when it is entered on the main thread, as Python requires).
-    """
+class StoreDaemon(Service):
+    """One ``backhaul store`` process."""
 
     def __init__(
         self,
-        specs: Sequence[EngineSpec],
         log_dir: Path,
         *,
-        timeout_s: float = 300.0,
-        on_progress: Progress | None = None,
+        name: str = "store",
+        capacity: str = "512MiB",
+        args: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
     ) -> None:
-        self.engines = {spec.name: Engine(spec, log_dir) for spec in specs}
-        if len(self.engines) != len(specs):
-            names = [spec.name for spec in specs]
-            raise ValueError(f"engine names {names} are not unique: give each engine its own name")
-        self._timeout_s = timeout_s
-        self._on_progress = on_progress
-        self._previous_handler: signal.Handlers | Callable[..., object] | int | None = None
+        super().__init__(name, log_dir)
+        self._capacity = capacity
+        self._args = tuple(args)
+        self._env = dict(env or {})
+        self._grpc = free_port()
+        self._http = free_port()
 
-    def __getitem__(self, name: str) -> Engine:
-        return self.engines[name]
+    @property
+    def uri(self) -> str:
+        """The store's address for ``kv_connector_extra_config``."""
+        return f"backhaul://127.0.0.1:{self._grpc}"
 
-    def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            self._previous_handler = signal.signal(signal.SIGTERM, _exit_on_signal)
-        try:
-            for engine in self.engines.values():
-                engine.start()
-            for engine in self.engines.values():
-                engine.wait_healthy(self._timeout_s, self._on_progress)
-        except BaseException:
-            self._stop()
-            raise
-        return self
+    @property
+    def http_url(self) -> str:
+        """Base URL of ``/healthz`` and ``/metrics``."""
+        return f"http://127.0.0.1:{self._http}"
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._stop()
+    @property
+    def health_url(self) -> str:
+        return f"{self.http_url}/healthz"
 
-    def _stop(self) -> None:
-        try:
-            stop_all(list(self.engines.values()))
-        finally:
-            if self._previous_handler is not None:
-                signal.signal(signal.SIGTERM, self._previous_handler)
-                self._previous_handler = None
+    def command(self) -> list[str]:
+        return [
+            *(sys.executable, "-m", "backhaul.deploy.cli", "store"),
+            *("--listen", f"127.0.0.1:{self._grpc}", "--http", f"127.0.0.1:{self._http}"),
+            *("--capacity", self._capacity, *self._args),
+        ]
+
+    def environment(self) -> dict[str, str]:
+        return {**os.environ, **self._env}
 
 
-def _exit_on_signal(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
+def backhaul_config(store: str, role: str = "kv_both", **options: object) -> dict[str, object]:
+    """``--kv-transfer-config`` of an engine that runs Backhaul alone."""
+    return {
+        "kv_connector": "BackhaulConnector",
+        "kv_connector_module_path": "backhaul.connector",
+        "kv_role": role,
+        "kv_connector_extra_config": {"store": store, **options},
+    }
+
+
+def pair_config(store: str | None, role: str = "kv_both", **options: object) -> dict[str, object]:
+    """``--kv-transfer-config`` of one engine of a P/D pair: NIXL hands prefill -> decode over;
+    with a store, Backhaul carries decode -> prefill."""
+    children: list[dict[str, object]] = [
+        {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
+    ]
+    if store is not None:
+        child = backhaul_config(store, role, **options)
+        # MultiConnector resolves metrics by registered name: the plugin registers ours.
+        del child["kv_connector_module_path"]
+        children.append(child)
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": children},
+    }

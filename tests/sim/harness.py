@@ -3,7 +3,7 @@
 A :class:`SimEngine` is one engine core: the real ``Scheduler`` (or ``AsyncScheduler`` two steps
 deep), KV tensors as vLLM allocates them, the connector's scheduler half and one worker half per
 rank, and in place of the model runner a forward pass that follows V1's block tables and align-mode
-copies but computes with :mod:`model`.
+copies but computes with :mod:`sim_model`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from model import STOP_TOKEN, Prefix, cold_output, disturb, draw, expand, extend
+from sim_model import STOP_TOKEN, Prefix, cold_output, disturb, draw, expand, extend
 from vllm.config import (
     CacheConfig,
     KVTransferConfig,
@@ -525,6 +525,7 @@ class SimEngine:
         self._queue: deque[tuple[Any, ModelRunnerOutput | None]] = deque()
         self._sequence = count(1)
         self.finished: dict[str, Finished] = {}
+        self._unchecked: list[Finished] = []
         self.steps = 0
         self._start(ranks, wrap, store is not None)
 
@@ -671,7 +672,10 @@ class SimEngine:
 
     def _end(self, name: str, live: _Live, reason: str, params: dict[str, Any]) -> None:
         expected = live.expected if reason != "abort" else live.expected[: len(live.output)]
-        self.finished[name] = Finished(name, live.prompt, live.output, reason, params, expected)
+        self.finished[name] = one = Finished(
+            name, live.prompt, live.output, reason, params, expected
+        )
+        self._unchecked.append(one)
         self.stop_at.pop(name, None)
 
     def run(self, prompt: Sequence[int], output: int, **keywords: Any) -> Finished:
@@ -719,7 +723,8 @@ class SimEngine:
     def check(self) -> None:
         """What must hold after every step."""
         assert not self.runner.violations, self.runner.violations[:3]
-        for one in self.finished.values():
+        unchecked, self._unchecked = self._unchecked, []
+        for one in unchecked:
             assert one.reason != "error", f"{one.name} ended with an error"
             assert one.output == one.expected, (
                 f"{one.name} ({one.reason}): {one.output} instead of {one.expected}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -259,7 +260,7 @@ class IndexMachine(RuleBasedStateMachine):
             for domain in self.index.domains.values()
             for entry in domain.objects.values()
         )
-        for (offset, nbytes), (following, _) in zip(extents, extents[1:], strict=False):
+        for (offset, nbytes), (following, _) in itertools.pairwise(extents):
             assert offset + nbytes <= following
         assert not extents or sum(extents[-1]) <= self.capacity_bytes
 

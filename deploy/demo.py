@@ -1,0 +1,245 @@
+"""The main job: one multi-turn conversation through a real prefill/decode pair, with and without
+Backhaul, and a table of what each turn reused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from backhaul.deploy.conversation import Conversation, filler, load_encoder
+from backhaul.deploy.pair import Pair, Turn
+from backhaul.deploy.tiny_model import TOKEN_IDS, build_tiny_model
+
+END_TOKEN = TOKEN_IDS["<|im_end|>"]
+
+KIND_NAMES = {
+    "decode_end": "D_end",
+    "input_end": "U_end",
+    "shared_prefix": "junction",
+    "prompt_end": "P_end",
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One turn: who speaks, and how long the text and the reply are (tokens)."""
+
+    label: str
+    role: str
+    tokens: int
+    reply: int
+    rewrites_previous: bool = False
+
+
+PLAN = (
+    Plan("user asks", "user", 1800, 260),
+    Plan("tool result", "tool", 400, 260),
+    Plan("user follows up", "user", 300, 260),
+    Plan("user, reply rewritten", "user", 300, 120, rewrites_previous=True),
+)
+"""The last turn shows the fallback: the client stored another reply than the one generated, so
+D_end cannot match and U_end of the turn before is the deepest end left."""
+
+
+@dataclass(frozen=True)
+class TurnReport:
+    """One row of the table. Lengths in tokens, times in seconds."""
+
+    turn: int
+    label: str
+    prompt_tokens: int
+    found_locally: int
+    loaded: int
+    loaded_from: str
+    recomputed: int
+    prefill_s: float
+    ttft_s: float
+    reply_tokens: int
+
+
+Script = tuple[tuple[int, ...], ...]
+"""The prompts of the first arm, so that the second one replays the very same."""
+
+
+def run_demo(
+    console: Console, *, cache_dir: Path, output: Path | None = None, keep_logs: bool = False
+) -> None:
+    """Run both arms and print the tables. Raises ``ServiceError`` where a service does not start."""
+    model = build_tiny_model(cache_dir / "tiny-hybrid")
+    logs = Path(tempfile.mkdtemp(prefix="backhaul-demo-"))
+    console.print(f"Model [bold]{model}[/], logs in {logs}")
+    console.rule("with Backhaul")
+    script, with_backhaul = _arm(console, model, logs / "with", None)
+    console.rule("without Backhaul: the same prompts, NIXL only")
+    _, without = _arm(console, model, logs / "without", script)
+    console.print(turn_table("With Backhaul", with_backhaul))
+    console.print(turn_table("Without Backhaul", without))
+    console.print(ratio_table(with_backhaul, without))
+    if output is not None:
+        result = {
+            "with": [asdict(r) for r in with_backhaul],
+            "without": [asdict(r) for r in without],
+        }
+        output.write_text(json.dumps(result, indent=2) + "\n")
+        console.print(f"Wrote {output}")
+    if not keep_logs:
+        shutil.rmtree(logs, ignore_errors=True)
+
+
+def _arm(
+    console: Console, model: Path, logs: Path, script: Script | None
+) -> tuple[Script, list[TurnReport]]:
+    progress = _StartProgress()
+    pair = Pair(model, logs, with_backhaul=script is None, on_progress=progress.update)
+    with Live(progress.table(), console=console, refresh_per_second=4) as live:
+        progress.on_change = lambda table: live.update(table)
+        pair.__enter__()
+    try:
+        console.print(f"engines healthy after {time.monotonic() - progress.started:.0f} s")
+        _warm_up(pair)
+        if script is None:
+            return _play(console, pair, model)
+        return script, _replay(console, pair, script)
+    finally:
+        pair.__exit__(None, None, None)
+
+
+def _warm_up(pair: Pair) -> None:
+    """First requests pay for connections and kernels on either arm."""
+    prompt = [97 + i % 26 for i in range(300)]
+    pair.run(prompt, max_tokens=4)
+    pair.run(prompt[::-1], max_tokens=4)
+
+
+def _play(console: Console, pair: Pair, model: Path) -> tuple[Script, list[TurnReport]]:
+    conversation = Conversation(load_encoder(model), filler(7, 200))
+    prompts, reports = [], []
+    before_reply: list[int] = []
+    for number, plan in enumerate(PLAN, 1):
+        if plan.rewrites_previous:
+            conversation.history = before_reply
+            conversation.add_rewritten_reply(filler(99, 80))
+        text = filler(number, plan.tokens)
+        if plan.role == "tool":
+            conversation.add_tool_result(text)
+        else:
+            conversation.add_user(text)
+        prompt, u_end = conversation.prompt(), conversation.u_end
+        prompts.append(tuple(prompt))
+        turn = _ask(pair, prompt, u_end, plan.reply)
+        reports.append(_report(number, plan, turn))
+        console.print(f"  turn {number} ({plan.label}): {turn.ttft_s:.2f} s to the first token")
+        before_reply = list(conversation.history)
+        conversation.add_reply(prompt, turn.decode.tokens)
+    return tuple(prompts), reports
+
+
+def _replay(console: Console, pair: Pair, script: Script) -> list[TurnReport]:
+    reports = []
+    for number, (plan, prompt) in enumerate(zip(PLAN, script, strict=True), 1):
+        turn = _ask(pair, prompt, None, plan.reply)
+        reports.append(_report(number, plan, turn))
+        console.print(f"  turn {number} ({plan.label}): {turn.ttft_s:.2f} s to the first token")
+    return reports
+
+
+def _ask(pair: Pair, prompt: Sequence[int], u_end: int | None, reply: int) -> Turn:
+    """One turn whose reply ends by itself after ``reply`` tokens: the end token is forbidden
+    before and all but certain after."""
+    return pair.run(
+        prompt,
+        max_tokens=reply + 8,
+        u_end=u_end,
+        min_tokens=reply,
+        logit_bias={str(END_TOKEN): 100.0},
+    )
+
+
+def _report(number: int, plan: Plan, turn: Turn) -> TurnReport:
+    leg = turn.prefill
+    record = leg.backhaul or {}
+    loaded = int(record.get("loaded_tokens", 0))
+    selected = record.get("selected")
+    return TurnReport(
+        turn=number,
+        label=plan.label,
+        prompt_tokens=leg.prompt_tokens,
+        found_locally=leg.cached_tokens - loaded,
+        loaded=loaded,
+        loaded_from=KIND_NAMES.get(selected["kind"], "?") if selected else "",
+        recomputed=leg.prompt_tokens - leg.cached_tokens,
+        prefill_s=leg.seconds,
+        ttft_s=turn.ttft_s,
+        reply_tokens=len(turn.decode.tokens),
+    )
+
+
+def turn_table(title: str, reports: Sequence[TurnReport]) -> Table:
+    """One row per turn."""
+    table = Table(title=title, title_justify="left")
+    table.add_column("turn")
+    for name in ("prompt", "found locally", "loaded", "recomputed"):
+        table.add_column(name, justify="right")
+    table.add_column("loaded from")
+    for name in ("prefill s", "TTFT s"):
+        table.add_column(name, justify="right")
+    for r in reports:
+        table.add_row(
+            f"{r.turn} {r.label}",
+            *(f"{n:,}" for n in (r.prompt_tokens, r.found_locally, r.loaded, r.recomputed)),
+            r.loaded_from or "-",
+            f"{r.prefill_s:.2f}",
+            f"{r.ttft_s:.2f}",
+        )
+    return table
+
+
+def ratio_table(with_backhaul: Sequence[TurnReport], without: Sequence[TurnReport]) -> Table:
+    """Without over with: how many times longer each turn takes without Backhaul."""
+    table = Table(title="Without / with", title_justify="left")
+    table.add_column("turn")
+    for name in ("recomputed tokens", "prefill time", "time to first token"):
+        table.add_column(name, justify="right")
+    rows = []
+    for a, b in zip(with_backhaul, without, strict=True):
+        row = (
+            b.recomputed / max(a.recomputed, 1), b.prefill_s / a.prefill_s, b.ttft_s / a.ttft_s,
+        )  # fmt: skip
+        rows.append(row)
+        table.add_row(f"{a.turn} {a.label}", *(f"{x:.2f}x" for x in row))
+    later = rows[1:]
+    table.add_section()
+    medians = [statistics.median(column) for column in zip(*later, strict=True)]
+    table.add_row("median of later turns", *(f"{x:.2f}x" for x in medians))
+    return table
+
+
+class _StartProgress:
+    """Shows which services are up."""
+
+    def __init__(self) -> None:
+        self.started = time.monotonic()
+        self.on_change: Callable[[Table], Any] = lambda table: None
+        self._state: dict[str, tuple[float, bool]] = {}
+
+    def update(self, name: str, age_s: float, healthy: bool) -> None:
+        self._state[name] = (age_s, healthy)
+        self.on_change(self.table())
+
+    def table(self) -> Table:
+        table = Table(box=None, show_header=False)
+        for name, (age_s, healthy) in self._state.items():
+            state = "[green]ready[/]" if healthy else "starting"
+            table.add_row(name, state, f"{age_s:.0f} s")
+        return table

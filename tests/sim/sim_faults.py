@@ -1,0 +1,278 @@
+"""A store that misbehaves on demand."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from backhaul.protocols.checkpoint import CheckpointManifest, DomainId, LeaseId, Reason
+from backhaul.protocols.domain import DomainRecord
+from backhaul.protocols.errors import StoreRejected, StoreUnavailable
+from backhaul.transfer.base import (
+    CheckpointInfo,
+    CommitResult,
+    Grant,
+    GrantStatus,
+    LoadItem,
+    LookupResult,
+    MemoryRegion,
+    Store,
+    StoreStats,
+    TransferResult,
+    WriteItem,
+)
+from backhaul.transfer.registry import open_store
+
+FAULTS = (
+    "lookup_raises",
+    "lookup_slow",
+    "lookup_bug",
+    "read_fails",
+    "read_corrupt",
+    "read_unsettled",
+    "read_slow",
+    "read_bug",
+    "reserve_raises",
+    "reserve_full",
+    "write_fails",
+    "write_unsettled",
+    "commit_raises",
+    "release_raises",
+)
+
+
+@dataclass
+class Faults:
+    """How often each fault happens (0 ... 1), and how often it did."""
+
+    rates: dict[str, float] = field(default_factory=dict)
+    seed: int = 0
+    slow_s: float = 0.05
+    happened: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        assert set(self.rates) <= set(FAULTS), self.rates
+        self._random = random.Random(self.seed)
+        self._lock = threading.Lock()
+
+    def strikes(self, name: str) -> bool:
+        """Whether a fault happens now."""
+        rate = self.rates.get(name, 0.0)
+        with self._lock:
+            struck = rate > 0 and self._random.random() < rate
+            self.happened[name] += struck
+        return struck
+
+
+class Restartable:
+    """A store's address over restarts: each one begins empty, under a name of its own."""
+
+    def __init__(self, uri: str) -> None:
+        self._base, _, self._query = uri.partition("?")
+        self._generation = 0
+        self._origins: dict[Any, str] = {}
+
+    def remember(self, name: Any) -> None:
+        """A token or a lease was given out by the store as it is now."""
+        self._origins[name] = self.uri
+
+    def is_stale(self, name: Any) -> bool:
+        """Whether a token or a lease is an earlier store's; its names may repeat."""
+        return self._origins.get(name) != self.uri
+
+    @property
+    def uri(self) -> str:
+        """Where the store is now."""
+        return f"{self._base}-{self._generation}?{self._query}"
+
+    def restart(self) -> None:
+        """Everything that was stored, leased or reserved is gone."""
+        self._generation += 1
+
+
+class _StillWriting:
+    """A read that was given up but goes on: it fills its memory with garbage for a while."""
+
+    def __init__(self, items: Sequence[Any], seconds: float) -> None:
+        self._over = threading.Event()
+        segments = [s for item in items for s in item.segments.tolist()]
+        threading.Thread(target=self._scribble, args=(segments, seconds), daemon=True).start()
+
+    def _scribble(self, segments: list[tuple[int, int]], seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            for address, nbytes in segments:
+                ctypes.memset(address, 0xA5, nbytes)
+            time.sleep(0.001)
+        self._over.set()
+
+    def settled(self) -> bool:
+        return self._over.is_set()
+
+
+class _Settling:
+    """A write that was given up; it only reads memory."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+
+    def settled(self) -> bool:
+        return time.monotonic() > self._end
+
+
+class FaultyStore(Store):
+    """The store at ``where``, with ``faults``."""
+
+    def __init__(self, where: Restartable, faults: Faults) -> None:
+        self._where, self._faults = where, faults
+        self._regions: Sequence[MemoryRegion] = ()
+        self._records: dict[DomainId, DomainRecord] = {}
+        self._lock = threading.Lock()
+        self._at, self._store = "", None
+
+    def _inner(self) -> Store:
+        with self._lock:
+            if self._store is None or self._at != self._where.uri:
+                self._at = self._where.uri
+                self._store = open_store(self._at, client_name="faulty")
+                if self._regions:
+                    self._store.attach(self._regions)
+                for record in self._records.values():
+                    self._store.open_domain(record, timeout_s=1)
+            return self._store
+
+    def attach(self, regions: Sequence[MemoryRegion]) -> None:
+        self._regions = regions
+        self._inner().attach(regions)
+
+    def read(
+        self, lease: LeaseId, items: Sequence[LoadItem], *, verify: bool, timeout_s: float
+    ) -> TransferResult:
+        if self._faults.strikes("read_bug"):
+            raise RuntimeError("read")
+        if self._faults.strikes("read_slow"):
+            time.sleep(self._faults.slow_s)
+        if self._faults.strikes("read_fails"):
+            return TransferResult(ok=False, reason=Reason.LOAD_FAILED)
+        if self._faults.strikes("read_unsettled"):
+            still = _StillWriting(items, self._faults.slow_s)
+            return TransferResult(ok=False, reason=Reason.TIMEOUT, unsettled=still)
+        if self._where.is_stale(lease):
+            return TransferResult(ok=False, reason=Reason.LEASE_EXPIRED)
+        result = self._inner().read(lease, items, verify=verify, timeout_s=timeout_s)
+        if self._faults.strikes("read_corrupt"):
+            for item in items:
+                for address, nbytes in item.segments.tolist():
+                    ctypes.memset(address, 0x5A, nbytes)
+            return TransferResult(ok=False, reason=Reason.CORRUPT)
+        return result
+
+    def write(self, items: Sequence[WriteItem], *, timeout_s: float) -> TransferResult:
+        if self._faults.strikes("write_fails"):
+            return TransferResult(ok=False, reason=Reason.TIMEOUT)
+        if self._faults.strikes("write_unsettled"):
+            return TransferResult(
+                ok=False, reason=Reason.TIMEOUT, unsettled=_Settling(self._faults.slow_s)
+            )
+        if any(self._where.is_stale(item.grant) for item in items):
+            return TransferResult(ok=False, reason=Reason.UNREACHABLE)
+        return self._inner().write(items, timeout_s=timeout_s)
+
+    def open_domain(self, record: DomainRecord, *, timeout_s: float) -> DomainId:
+        self._records[record.domain_id] = record
+        return self._inner().open_domain(record, timeout_s=timeout_s)
+
+    def announce(
+        self, domain: DomainId, boundary: int, block_hash: bytes, *, ttl_s: float, timeout_s: float
+    ) -> None:
+        self._inner().announce(domain, boundary, block_hash, ttl_s=ttl_s, timeout_s=timeout_s)
+
+    def reserve(self, domain: Any, publication: Any, wants: Any, *, timeout_s: float) -> list[Grant]:
+        if self._faults.strikes("reserve_raises"):
+            raise StoreUnavailable("reserve")
+        if self._faults.strikes("reserve_full"):
+            return [Grant(key, GrantStatus.FULL, nbytes) for key, nbytes in wants]
+        grants = self._inner().reserve(domain, publication, wants, timeout_s=timeout_s)
+        for grant in grants:
+            self._where.remember(grant)
+            self._where.remember((grant.key, grant.token))
+        return grants
+
+    def commit(
+        self,
+        domain: Any,
+        publication: Any,
+        rank: int,
+        written: Any,
+        manifest: CheckpointManifest | None = None,
+        *,
+        timeout_s: float,
+    ) -> CommitResult:
+        if self._faults.strikes("commit_raises"):
+            raise StoreRejected("commit")
+        written = [w for w in written if not self._where.is_stale((w.key, w.token))]
+        inner = self._inner()
+        return inner.commit(domain, publication, rank, written, manifest, timeout_s=timeout_s)
+
+    def abandon(self, publication: Any, *, timeout_s: float) -> None:
+        self._inner().abandon(publication, timeout_s=timeout_s)
+
+    def keep_alive(self, publications: Any, *, timeout_s: float) -> None:
+        self._inner().keep_alive(publications, timeout_s=timeout_s)
+
+    def lookup(
+        self,
+        domain: Any,
+        boundary_hashes: Any,
+        *,
+        above_tokens: int = 0,
+        lease_s: float = 0.0,
+        wait_s: float = 0.0,
+        timeout_s: float,
+    ) -> LookupResult:
+        if self._faults.strikes("lookup_bug"):
+            raise RuntimeError("lookup")
+        if self._faults.strikes("lookup_raises"):
+            raise StoreUnavailable("lookup")
+        if self._faults.strikes("lookup_slow"):
+            time.sleep(self._faults.slow_s)
+        result = self._inner().lookup(
+            domain,
+            boundary_hashes,
+            above_tokens=above_tokens,
+            lease_s=lease_s,
+            wait_s=wait_s,
+            timeout_s=timeout_s,
+        )
+        if result.lease is not None:
+            self._where.remember(result.lease)
+        return result
+
+    def renew(self, lease: LeaseId, lease_s: float, *, timeout_s: float) -> None:
+        self._inner().renew(lease, lease_s, timeout_s=timeout_s)
+
+    def release(self, leases: Sequence[LeaseId], *, timeout_s: float) -> None:
+        # A release that gets lost leaves its lease to run out, so it goes through first.
+        ours = [lease for lease in leases if not self._where.is_stale(lease)]
+        self._inner().release(ours, timeout_s=timeout_s)
+        if self._faults.strikes("release_raises"):
+            raise StoreUnavailable("release")
+
+    def stats(self, *, timeout_s: float) -> StoreStats:
+        return self._inner().stats(timeout_s=timeout_s)
+
+    def list_checkpoints(
+        self, domain: DomainId | None = None, *, limit: int = 0, timeout_s: float
+    ) -> list[CheckpointInfo]:
+        return self._inner().list_checkpoints(domain, limit=limit, timeout_s=timeout_s)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._store is not None:
+                self._store.close()
