@@ -87,7 +87,9 @@ class Publisher:
         self._clock = clock
         self._outbox: list[PublishJob] = []
         self._sending: dict[int, _Sending] = {}
-        self._open: set[PublicationId] = set()
+        self._open: dict[PublicationId, int] = {}  # jobs of it that some rank has not settled
+        self._ending: set[PublicationId] = set()
+        self._unsettled: dict[int, PublicationId] = {}  # by job
         self._kept_alive = clock()
         self._pins = 0
         self._sequence = 0
@@ -167,10 +169,16 @@ class Publisher:
                 )
             elif end >= tracked.request.num_prompt_tokens:
                 self._stats.count("publication_failures", Reason.STATE_MISSING)
-        if tracked.publication is not None and not sent:
-            self._end_publication(tracked.publication)
+        if not sent:
+            self.discard(tracked)
         self.unpin_all(tracked)
         return sent
+
+    def discard(self, tracked: TrackedRequest) -> None:
+        """The request ended without a D_end: give back its pins and what was sent ahead."""
+        if tracked.publication is not None:
+            self._end_publication(tracked.publication)
+        self.unpin_all(tracked)
 
     def on_job(self, job: Job, *, finished: bool, settled: bool) -> None:
         """A rank reported one of this half's jobs."""
@@ -180,6 +188,9 @@ class Publisher:
             self._complete(sending)
         if settled:
             self._holds.give_back(job.blocks)
+            publication = self._unsettled.pop(job.job_id)
+            self._open[publication] -= 1
+            self._abandon_if_over(publication)
 
     def keep_alive(self) -> None:
         """Keep streamed objects of running requests; called every pass, acts every few seconds."""
@@ -328,7 +339,8 @@ class Publisher:
             return None
         job = self._book.open(tracked.request_id, ids)
         self._sending[job.job_id] = _Sending(job, publication, kinds, tracked, upto, self._clock())
-        self._open.add(publication)
+        self._unsettled[job.job_id] = publication
+        self._open[publication] = self._open.get(publication, 0) + 1
         self._outbox.append(
             PublishJob(job.job_id, publication, self._domain, tuple(blocks), manifest)
         )
@@ -355,5 +367,13 @@ class Publisher:
         self._end_publication(sending.publication)
 
     def _end_publication(self, publication: PublicationId) -> None:
-        self._open.discard(publication)
-        self._catalog.send(lambda: self._store.abandon(publication, timeout_s=2.0))
+        self._ending.add(publication)
+        self._abandon_if_over(publication)
+
+    def _abandon_if_over(self, publication: PublicationId) -> None:
+        """Abandoning frees space that a transfer may still write into, and a job that runs on
+        would only open the publication again: so wait until every job of it has settled."""
+        if publication in self._ending and not self._open.get(publication):
+            self._ending.discard(publication)
+            self._open.pop(publication, None)
+            self._catalog.send(lambda: self._store.abandon(publication, timeout_s=2.0))

@@ -166,7 +166,7 @@ class SchedulerHalf:
             # Aborted while loading: vLLM keeps the blocks until the load is reported, and
             # num_computed_tokens counts tokens that never arrived.
             self._aborted_loads[tracked.request_id] = tracked
-            self._publisher.unpin_all(tracked)
+            self._publisher.discard(tracked)
             return False, None
         reason = _FINISH_REASONS.get(request.status)
         published = self._publisher.on_finished(

@@ -75,7 +75,7 @@ Script = tuple[tuple[int, ...], ...]
 def run_demo(
     console: Console, *, cache_dir: Path, output: Path | None = None, keep_logs: bool = False
 ) -> None:
-    """Run both arms and print the tables. Raises ``ServiceError`` where a service does not start."""
+    """Run both arms and print the tables. Raises ``ServiceError`` where a service fails."""
     model = build_tiny_model(cache_dir / "tiny-hybrid")
     logs = Path(tempfile.mkdtemp(prefix="backhaul-demo-"))
     console.print(f"Model [bold]{model}[/], logs in {logs}")

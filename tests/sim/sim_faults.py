@@ -8,7 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from backhaul.protocols.checkpoint import CheckpointManifest, DomainId, LeaseId, Reason
@@ -71,29 +71,38 @@ class Faults:
 
 
 class Restartable:
-    """A store's address over restarts: each one begins empty, under a name of its own."""
+    """A store's address over restarts: each one begins empty, under a name of its own. Tokens and
+    leases are marked, since an earlier store's must never pass for a later one's."""
 
     def __init__(self, uri: str) -> None:
         self._base, _, self._query = uri.partition("?")
-        self._generation = 0
-        self._origins: dict[Any, str] = {}
-
-    def remember(self, name: Any) -> None:
-        """A token or a lease was given out by the store as it is now."""
-        self._origins[name] = self.uri
-
-    def is_stale(self, name: Any) -> bool:
-        """Whether a token or a lease is an earlier store's; its names may repeat."""
-        return self._origins.get(name) != self.uri
+        self.generation = 0
 
     @property
     def uri(self) -> str:
         """Where the store is now."""
-        return f"{self._base}-{self._generation}?{self._query}"
+        return f"{self._base}-{self.generation}?{self._query}"
 
     def restart(self) -> None:
         """Everything that was stored, leased or reserved is gone."""
-        self._generation += 1
+        self.generation += 1
+
+    def mark_token(self, token: int) -> int:
+        """A token as callers see it."""
+        return token << 10 | self.generation
+
+    def token(self, marked: int) -> int | None:
+        """The store's own token; None where it is an earlier store's."""
+        return marked >> 10 if marked & 1023 == self.generation else None
+
+    def mark_lease(self, lease: LeaseId) -> LeaseId:
+        """A lease as callers see it."""
+        return LeaseId(f"{self.generation}:{lease}")
+
+    def lease(self, marked: LeaseId) -> LeaseId | None:
+        """The store's own lease; None where it is an earlier store's."""
+        generation, _, lease = marked.partition(":")
+        return LeaseId(lease) if int(generation) == self.generation else None
 
 
 class _StillWriting:
@@ -163,9 +172,10 @@ class FaultyStore(Store):
         if self._faults.strikes("read_unsettled"):
             still = _StillWriting(items, self._faults.slow_s)
             return TransferResult(ok=False, reason=Reason.TIMEOUT, unsettled=still)
-        if self._where.is_stale(lease):
+        own = self._where.lease(lease)
+        if own is None:
             return TransferResult(ok=False, reason=Reason.LEASE_EXPIRED)
-        result = self._inner().read(lease, items, verify=verify, timeout_s=timeout_s)
+        result = self._inner().read(own, items, verify=verify, timeout_s=timeout_s)
         if self._faults.strikes("read_corrupt"):
             for item in items:
                 for address, nbytes in item.segments.tolist():
@@ -180,9 +190,15 @@ class FaultyStore(Store):
             return TransferResult(
                 ok=False, reason=Reason.TIMEOUT, unsettled=_Settling(self._faults.slow_s)
             )
-        if any(self._where.is_stale(item.grant) for item in items):
-            return TransferResult(ok=False, reason=Reason.UNREACHABLE)
-        return self._inner().write(items, timeout_s=timeout_s)
+        own = []
+        for grant, segments in items:
+            token = self._where.token(grant.token)
+            if token is None:
+                return TransferResult(ok=False, reason=Reason.UNREACHABLE)
+            own.append(WriteItem(grant._replace(token=token), segments))
+        result = self._inner().write(own, timeout_s=timeout_s)
+        marked = [w._replace(token=self._where.mark_token(w.token)) for w in result.written]
+        return replace(result, written=tuple(marked))
 
     def open_domain(self, record: DomainRecord, *, timeout_s: float) -> DomainId:
         self._records[record.domain_id] = record
@@ -199,10 +215,7 @@ class FaultyStore(Store):
         if self._faults.strikes("reserve_full"):
             return [Grant(key, GrantStatus.FULL, nbytes) for key, nbytes in wants]
         grants = self._inner().reserve(domain, publication, wants, timeout_s=timeout_s)
-        for grant in grants:
-            self._where.remember(grant)
-            self._where.remember((grant.key, grant.token))
-        return grants
+        return [g._replace(token=self._where.mark_token(g.token)) for g in grants]
 
     def commit(
         self,
@@ -216,7 +229,10 @@ class FaultyStore(Store):
     ) -> CommitResult:
         if self._faults.strikes("commit_raises"):
             raise StoreRejected("commit")
-        written = [w for w in written if not self._where.is_stale((w.key, w.token))]
+        tokens = [self._where.token(w.token) for w in written]
+        if None in tokens:
+            raise StoreUnavailable("the store was restarted")
+        written = [w._replace(token=t) for w, t in zip(written, tokens, strict=True)]
         inner = self._inner()
         return inner.commit(domain, publication, rank, written, manifest, timeout_s=timeout_s)
 
@@ -251,16 +267,19 @@ class FaultyStore(Store):
             timeout_s=timeout_s,
         )
         if result.lease is not None:
-            self._where.remember(result.lease)
+            result = replace(result, lease=self._where.mark_lease(result.lease))
         return result
 
     def renew(self, lease: LeaseId, lease_s: float, *, timeout_s: float) -> None:
-        self._inner().renew(lease, lease_s, timeout_s=timeout_s)
+        own = self._where.lease(lease)
+        if own is None:
+            raise StoreRejected("the store was restarted")
+        self._inner().renew(own, lease_s, timeout_s=timeout_s)
 
     def release(self, leases: Sequence[LeaseId], *, timeout_s: float) -> None:
         # A release that gets lost leaves its lease to run out, so it goes through first.
-        ours = [lease for lease in leases if not self._where.is_stale(lease)]
-        self._inner().release(ours, timeout_s=timeout_s)
+        own = [self._where.lease(lease) for lease in leases]
+        self._inner().release([lease for lease in own if lease], timeout_s=timeout_s)
         if self._faults.strikes("release_raises"):
             raise StoreUnavailable("release")
 

@@ -1,0 +1,73 @@
+"""Checksums of objects: what proves at a load that bytes are those that were published.
+
+XXH3 (64 bit) over the object's bytes in order, wherever its segments lie; against accidents, not
+against an attacker. 0 means "none", so a digest of 0 becomes 1.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+
+import xxhash
+
+from backhaul.transfer.base import MemoryKind, MemoryRegion, Segments
+
+ChecksumFunction = Callable[[Segments], int]
+"""Checksum of one object, never 0; any thread, must not hold the GIL for long. The result may
+depend on the bytes in their order only, not on how they are cut into segments."""
+
+NO_CHECKSUM = 0
+
+
+class HostChecksum:
+    """A ``ChecksumFunction`` for host memory that stays mapped while this is in use."""
+
+    def __init__(self, regions: Sequence[MemoryRegion]) -> None:
+        self._views = [
+            (
+                region.address,
+                region.address + region.nbytes,
+                memoryview((ctypes.c_ubyte * region.nbytes).from_address(region.address)),
+            )
+            for region in sorted(regions)
+            if region.kind is MemoryKind.DRAM and region.nbytes
+        ]
+
+    def __call__(self, segments: Segments) -> int:
+        """Raises ``ValueError`` for a segment outside the regions."""
+        digest = xxhash.xxh3_64()
+        start = end = 0
+        view = memoryview(b"")
+        for address, nbytes in segments.tolist():
+            if not start <= address <= address + nbytes <= end:
+                start, end, view = self._find(address, nbytes)
+            digest.update(view[address - start : address - start + nbytes])
+        return digest.intdigest() or 1
+
+    def _find(self, address: int, nbytes: int) -> tuple[int, int, memoryview]:
+        for region in self._views:
+            if region[0] <= address and address + nbytes <= region[1]:
+                return region
+        raise ValueError(f"{nbytes} bytes at {address:#x} are not in attached host memory")
+
+
+class ObjectChecksums:
+    """Picks the algorithm for an object by where it lies."""
+
+    def __init__(
+        self, regions: Sequence[MemoryRegion], device: ChecksumFunction | None = None
+    ) -> None:
+        """``device``: for memory that the host cannot read; without it such objects have none."""
+        self._host: ChecksumFunction = HostChecksum(regions)
+        self._device = device
+        self._on_device = [r for r in regions if r.kind is not MemoryKind.DRAM]
+
+    def __call__(self, segments: Segments) -> int:
+        """The checksum, or ``NO_CHECKSUM`` for device memory without an algorithm."""
+        if self._on_device and len(segments) and self._is_device(int(segments[0, 0])):
+            return self._device(segments) if self._device else NO_CHECKSUM
+        return self._host(segments)
+
+    def _is_device(self, address: int) -> bool:
+        return any(r.address <= address < r.address + r.nbytes for r in self._on_device)
