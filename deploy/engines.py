@@ -17,6 +17,8 @@ DEFAULT_ENV = {
     "OMP_NUM_THREADS": "1",  # engines that share cores crawl when their threads spin
     "VLLM_SSM_CONV_STATE_LAYOUT": "DS",  # NIXL transfers of convolution states need it
     "TORCHDYNAMO_DISABLE": "1",  # compiling the sampler takes longer than a test
+    # NIXL's progress threads would take half of the only core that an engine has.
+    "BACKHAUL_NIXL_PROGRESS_DELAY_US": "20000",
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
 }

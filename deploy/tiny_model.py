@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST = "tiny_model.json"
 
 # Token id = byte value for the first 256 ids; these follow. The second field is true for tokens
@@ -142,6 +142,7 @@ def _build(directory: Path, manifest: dict[str, object], seed: int) -> None:
         new = scratch / "new"
         new.mkdir()
         save_file(_weights(SHAPE, seed), new / "model.safetensors", metadata={"format": "pt"})
+        (new / "model.safetensors").chmod(0o644)
         _write_tokenizer(new)
         _write_json(new / "config.json", _config(SHAPE))
         _write_json(new / "generation_config.json", _token_config() | {"do_sample": False})
@@ -267,9 +268,7 @@ class _Weights:
 
 def _weights(shape: Shape, seed: int) -> dict[str, torch.Tensor]:
     w = _Weights(shape, seed)
-    embedding = 0.6 * w.normal(shape.vocab, 1, 1.0).new_ones(shape.vocab, shape.hidden)
-    embedding *= torch.randn(shape.vocab, shape.hidden, generator=w._generator)
-    embedding[:, w.CONSTANT] = 4.0
+    embedding = w.reader(shape.vocab, math.sqrt(shape.hidden), bias=4.0)
     w.put("model.embed_tokens.weight", embedding)
     for i in range(shape.layers):
         layer = f"model.layers.{i}"
@@ -282,7 +281,7 @@ def _weights(shape: Shape, seed: int) -> dict[str, torch.Tensor]:
         _put_experts(w, f"{layer}.mlp")
     w.put("model.norm.weight", torch.zeros(shape.hidden))
     head = w.reader(shape.vocab, 0.0, bias=-12.0)
-    head[list(EMITTED)] = w.reader(len(EMITTED), 2.5)
+    head[list(EMITTED)] = w.reader(len(EMITTED), 1.9)
     w.put("lm_head.weight", head)
     return w.tensors
 
@@ -331,4 +330,4 @@ def _put_experts(w: _Weights, prefix: str) -> None:
         expert = f"{prefix}.{name}"
         w.put(f"{expert}.gate_proj.weight", w.reader(w.shape.expert_hidden, 1.0))
         w.put(f"{expert}.up_proj.weight", w.reader(w.shape.expert_hidden, 1.0))
-        w.put(f"{expert}.down_proj.weight", w.writer(w.shape.expert_hidden, 1.5))
+        w.put(f"{expert}.down_proj.weight", w.writer(w.shape.expert_hidden, 1.0))

@@ -6,6 +6,7 @@ against an attacker. 0 means "none", so a digest of 0 becomes 1.
 
 from __future__ import annotations
 
+import bisect
 import ctypes
 from collections.abc import Callable, Sequence
 
@@ -24,32 +25,24 @@ class HostChecksum:
     """A ``ChecksumFunction`` for host memory that stays mapped while this is in use."""
 
     def __init__(self, regions: Sequence[MemoryRegion]) -> None:
+        host = [r for r in sorted(regions) if r.kind is MemoryKind.DRAM and r.nbytes]
+        self._starts = [region.address for region in host]
         self._views = [
-            (
-                region.address,
-                region.address + region.nbytes,
-                memoryview((ctypes.c_ubyte * region.nbytes).from_address(region.address)),
-            )
-            for region in sorted(regions)
-            if region.kind is MemoryKind.DRAM and region.nbytes
+            memoryview((ctypes.c_ubyte * region.nbytes).from_address(region.address))
+            for region in host
         ]
 
     def __call__(self, segments: Segments) -> int:
         """Raises ``ValueError`` for a segment outside the regions."""
         digest = xxhash.xxh3_64()
-        start = end = 0
-        view = memoryview(b"")
         for address, nbytes in segments.tolist():
-            if not start <= address <= address + nbytes <= end:
-                start, end, view = self._find(address, nbytes)
-            digest.update(view[address - start : address - start + nbytes])
+            found = bisect.bisect_right(self._starts, address) - 1
+            view = self._views[found]
+            start = address - self._starts[found]
+            if found < 0 or start + nbytes > len(view):
+                raise ValueError(f"{nbytes} bytes at {address:#x} are not in attached host memory")
+            digest.update(view[start : start + nbytes])
         return digest.intdigest() or 1
-
-    def _find(self, address: int, nbytes: int) -> tuple[int, int, memoryview]:
-        for region in self._views:
-            if region[0] <= address and address + nbytes <= region[1]:
-                return region
-        raise ValueError(f"{nbytes} bytes at {address:#x} are not in attached host memory")
 
 
 class ObjectChecksums:

@@ -8,6 +8,7 @@ An object is contiguous in the store and scattered over pages on the worker::
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -17,24 +18,24 @@ import numpy.typing as npt
 from backhaul.transfer.base import MemoryKind, MemoryRegion, Segments
 
 Column = npt.NDArray[np.uint64]
+_ZERO = np.uint64(0)
 
 
 class Pairs(NamedTuple):
     """Columns of equal length. Row i copies ``nbytes[i]`` between ``local[i]`` and ``remote[i]``.
 
-    ``region``: index of the registered region that holds the local side. ``item``: index of the
-    object that the row belongs to, ascending; after ``coalesced`` that of its last byte.
+    ``region``: index of the registered region that holds the local side. The rows together are the
+    objects' bytes in order, however they are joined or cut.
     """
 
     local: Column
     remote: Column
     nbytes: Column
     region: npt.NDArray[np.intp]
-    item: npt.NDArray[np.intp]
 
     def rows(self, where: slice | npt.NDArray[np.bool_]) -> Pairs:
         """Those rows only."""
-        return Pairs(*(column[where] for column in self))
+        return Pairs(self.local[where], self.remote[where], self.nbytes[where], self.region[where])
 
 
 class RegionTable:
@@ -72,40 +73,46 @@ class RegionTable:
         return found
 
 
-def object_bytes(segments: Segments) -> int:
-    """Bytes of one object."""
-    return int(segments[:, 1].sum())
+class Objects:
+    """Several objects' segments in one table.
 
+    Attributes:
+        local, nbytes: address and bytes of every segment.
+        sizes: bytes of every object.
+        ends: bytes of every object and all before it.
+    """
 
-def pair(segments: Sequence[Segments], remote: Sequence[int], table: RegionTable) -> Pairs:
-    """Rows of all objects, in order; ``remote`` holds each object's address in the store."""
-    counts = np.array([len(one) for one in segments], dtype=np.intp)
-    flat = np.concatenate([*segments, np.empty((0, 2), dtype=np.uint64)])
-    nbytes = np.ascontiguousarray(flat[:, 1])
-    ends = np.cumsum(nbytes, dtype=np.uint64)
-    item = np.repeat(np.arange(len(segments)), counts)
-    # Bytes of all earlier objects, per object; an object without segments repeats the last one.
-    before = np.concatenate([np.zeros(1, dtype=np.uint64), ends])[np.cumsum(counts) - counts]
-    bases = np.array(remote, dtype=np.uint64)
-    far = bases[item] + (ends - nbytes - before[item])
-    local = np.ascontiguousarray(flat[:, 0])
-    pairs = Pairs(local, far, nbytes, np.zeros(len(local), dtype=np.intp), item)
-    pairs = pairs.rows(nbytes > 0)
-    return pairs._replace(region=table.find(pairs.local, pairs.nbytes))
+    def __init__(self, segments: Sequence[Segments]) -> None:
+        flat = np.concatenate([*segments, np.empty((0, 2), dtype=np.uint64)])
+        self.local = np.ascontiguousarray(flat[:, 0])
+        self.nbytes = np.ascontiguousarray(flat[:, 1])
+        self._counts = np.array([len(one) for one in segments], dtype=np.intp)
+        self._reach = np.concatenate([[_ZERO], np.cumsum(self.nbytes, dtype=np.uint64)])
+        self.ends: Column = self._reach[np.cumsum(self._counts)]
+        self.sizes: Column = np.diff(self.ends, prepend=_ZERO)
+
+    def pairs(self, remote: Column, table: RegionTable) -> Pairs:
+        """Rows that copy between the objects and ``remote``, each object's address in the store.
+        Raises ``ValueError`` for a segment outside of ``table``."""
+        # How far into its object a segment begins.
+        shift = self._reach[:-1] - np.repeat(self.ends - self.sizes, self._counts)
+        far = np.repeat(remote, self._counts) + shift
+        filled = self.nbytes > 0
+        local, nbytes = self.local[filled], self.nbytes[filled]
+        return Pairs(local, far[filled], nbytes, table.find(local, nbytes))
 
 
 def coalesced(pairs: Pairs) -> Pairs:
     """Join neighbouring rows that continue each other on both sides, inside one region."""
     if len(pairs.local) < 2:
         return pairs
-    local, remote, nbytes, region, item = pairs
+    local, remote, nbytes, region = pairs
     joins = local[1:] == local[:-1] + nbytes[:-1]
     joins &= remote[1:] == remote[:-1] + nbytes[:-1]
     joins &= region[1:] == region[:-1]
     first = np.flatnonzero(np.concatenate([[True], ~joins]))
-    last = np.concatenate([first[1:], [len(local)]]) - 1
     total = np.add.reduceat(nbytes, first)
-    return Pairs(local[first], remote[first], total, region[first], item[last])
+    return Pairs(local[first], remote[first], total, region[first])
 
 
 def batches(pairs: Pairs, table: RegionTable, nbytes_max: int) -> list[Pairs]:
@@ -118,7 +125,7 @@ def batches(pairs: Pairs, table: RegionTable, nbytes_max: int) -> list[Pairs]:
     kind = table.is_device[pairs.region]
     cuts = np.flatnonzero((run[1:] != run[:-1]) | (kind[1:] != kind[:-1])) + 1
     edges = [0, *cuts.tolist(), len(run)]
-    return [pairs.rows(slice(a, b)) for a, b in zip(edges, edges[1:], strict=False)]
+    return [pairs.rows(slice(a, b)) for a, b in itertools.pairwise(edges)]
 
 
 def _split(pairs: Pairs, nbytes_max: np.uint64) -> Pairs:
@@ -130,9 +137,4 @@ def _split(pairs: Pairs, nbytes_max: np.uint64) -> Pairs:
     piece = np.arange(len(row)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
     shift = piece.astype(np.uint64) * nbytes_max
     length = np.minimum(pairs.nbytes[row] - shift, nbytes_max)
-    # A joined row's item is that of its last byte: earlier pieces count as part of it too, so an
-    # object may be looked at later than it arrived, never earlier.
-    return Pairs(
-        pairs.local[row] + shift, pairs.remote[row] + shift, length, pairs.region[row],
-        pairs.item[row],
-    )
+    return Pairs(pairs.local[row] + shift, pairs.remote[row] + shift, length, pairs.region[row])

@@ -36,6 +36,8 @@ POSTS_IN_FLIGHT_MAX = 4
 """Enough to keep a network card busy between two looks at the oldest one."""
 PROGRESS_DELAY_US = 20_000
 """Longest sleep of a serving agent's progress thread between looks; traffic wakes it earlier."""
+CLOSE_WAIT_S = 2.0
+"""How long ``close`` waits for running transfers to notice."""
 _SPIN_S = 0.000_2
 """A transfer that ends within this is not delayed by a sleep."""
 _PAUSE_S = (0.000_05, 0.000_5)
@@ -142,6 +144,8 @@ class NixlAgent:
         self._lock = threading.Lock()
         self._pending: dict[str, list[PendingTransfer]] = {}
         self._removed: set[str] = set()
+        self._running = 0
+        self._closed = False
 
     @property
     def metadata(self) -> bytes:
@@ -193,42 +197,48 @@ class NixlAgent:
 
         ``before(i)`` runs ahead of post i, while earlier ones are in flight; ``after(i)`` when
         post i is done, in order."""
+        with self._lock:
+            if self._closed:
+                return Ended(Outcome.FAILED, None, "the agent was closed")
+            self._running += 1
         flying: deque[tuple[int, _Handle]] = deque()
-        outcome, detail = Outcome.DONE, ""
-        for index, post in enumerate(posts):
-            if before is not None:
-                before(index)
-            if len(flying) >= POSTS_IN_FLIGHT_MAX:
+        detail = ""
+        try:
+            outcome = Outcome.DONE
+            for index, post in enumerate(posts):
+                if before is not None:
+                    before(index)
                 outcome = self._finish(flying, after, deadline, POSTS_IN_FLIGHT_MAX - 1)
-            if outcome is Outcome.DONE and time.monotonic() > deadline:
-                outcome = Outcome.TIMEOUT
-            if outcome is not Outcome.DONE:
-                break
-            try:
+                if outcome is not Outcome.DONE:
+                    break
                 flying.append((index, self._post(operation, peer, post)))
-            except Exception as error:  # NIXL's errors share no base below Exception
-                outcome, detail = Outcome.FAILED, str(error)
-                break
-            # Over shared memory the post is done by now: look while its bytes are in the cache.
-            _reap(flying, after)
-        if outcome is Outcome.DONE:
-            outcome = self._finish(flying, after, deadline, 0)
-        return Ended(outcome, self._give_up(peer, flying), detail)
+            if outcome is Outcome.DONE:
+                outcome = self._finish(flying, after, deadline, 0)
+        except Exception as error:  # a hook's, or NIXL's, which share no base below Exception
+            outcome, detail = Outcome.FAILED, f"{type(error).__name__}: {error}"
+        finally:
+            unsettled = self._give_up(peer, flying)
+        return Ended(outcome, unsettled, detail)
 
     def close(self) -> None:
-        """Deregister the memory. With transfers in flight the agent is kept for the process's life
-        instead: freeing it would not stop them. Safe to call twice."""
+        """Give up running transfers and deregister the memory. With posts in flight the agent is
+        kept for the process's life instead: freeing it would not stop them. Safe to call twice."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        give_up = time.monotonic() + CLOSE_WAIT_S
+        while self._running and time.monotonic() < give_up:
+            time.sleep(_PAUSE_S[1])
         self._sweep()
-        agent, self._agent = self._agent, None
-        if agent is None:
-            return
-        if self._pending:
-            _KEPT.append((agent, self._pending, self._registered))
+        if self._running or self._pending:
+            _KEPT.append(self)
             return
         for descriptors in self._registered:
             with contextlib.suppress(Exception):
-                agent.deregisterMem(descriptors, [self._backend])
+                self._agent.deregisterMem(descriptors, [self._backend])
         self._registered = []
+        self._agent = None
 
     def _post(self, operation: Operation, peer: str, post: Post) -> _Handle:
         bindings = _bindings()
@@ -251,30 +261,33 @@ class NixlAgent:
         deadline: float,
         leave: int,
     ) -> Outcome:
-        """Poll until at most ``leave`` posts are in flight."""
+        """Take finished posts off, then poll until at most ``leave`` are in flight."""
         started = time.monotonic()
         pause = _PAUSE_S[0]
-        while len(flying) > leave:
+        while True:
+            # Over shared memory a post is done by now: look while its bytes are in the cache.
             before = len(flying)
             if not _reap(flying, after):
                 return Outcome.FAILED
             now = time.monotonic()
+            if now > deadline or self._closed:
+                return Outcome.TIMEOUT if flying or leave else Outcome.DONE
+            if len(flying) <= leave:
+                return Outcome.DONE
             if len(flying) < before:
                 started, pause = now, _PAUSE_S[0]
-            elif now > deadline:
-                return Outcome.TIMEOUT
             elif now - started > _SPIN_S:
                 time.sleep(pause)
                 pause = min(pause * 1.5, _PAUSE_S[1])
-        return Outcome.DONE
 
     def _give_up(self, peer: str, flying: deque[tuple[int, _Handle]]) -> Unsettled | None:
         pending = PendingTransfer(handle for _, handle in flying)
-        if pending.settled():
-            return None
+        settled = pending.settled()
         with self._lock:
-            self._pending.setdefault(peer, []).append(pending)
-        return pending
+            self._running -= 1
+            if not settled:
+                self._pending.setdefault(peer, []).append(pending)
+        return None if settled else pending
 
     def _sweep(self) -> None:
         """Drop what has settled; carry out removals that waited for it."""
@@ -290,7 +303,7 @@ class NixlAgent:
 
 
 _KEPT: list[Any] = []
-"""Agents that were closed with transfers in flight."""
+"""Agents that were closed with posts in flight."""
 
 
 def _reap(flying: deque[tuple[int, _Handle]], after: Callable[[int], None] | None) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
@@ -59,6 +59,7 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 from backhaul.connector import connector as connector_module
 from backhaul.connector.connector import BackhaulConnector
+from backhaul.connector.plugin import register
 from backhaul.connector.regions import GroupRegions, memory_regions
 from backhaul.protocols.checkpoint import ObjectKey
 from backhaul.protocols.layout import required_blocks
@@ -87,6 +88,9 @@ WINDOW = Group(layers=2, window=12)
 HYBRID = (FULL, STATE, STATE)
 ATTENTION = (FULL,)
 MIXED = (FULL, STATE, WINDOW)
+
+
+_check_surface_once = cache(connector_module.require_vllm_surface)
 
 
 @cache
@@ -170,9 +174,7 @@ class KvMemory:
 
     def expected_state(self, group: int, digest: bytes) -> bytes:
         """What ``read_state`` should give after a prefix."""
-        return b"".join(
-            expand(digest, name, pages[0].nbytes) for name, pages in self.groups[group]
-        )
+        return b"".join(expand(digest, name, pages[0].nbytes) for name, pages in self.groups[group])
 
     def write_state(self, group: int, block: int, digest: bytes) -> None:
         """Write every layer's state."""
@@ -183,9 +185,7 @@ class KvMemory:
 
     def read_tokens(self, group: int, block: int, start: int, end: int) -> bytes:
         """KV of positions ``start`` ... ``end`` - 1 inside a block, of every layer."""
-        return b"".join(
-            pages[block, :, start:end].tobytes() for _, pages in self.groups[group]
-        )
+        return b"".join(pages[block, :, start:end].tobytes() for _, pages in self.groups[group])
 
     def expected_tokens(self, group: int, digests: Sequence[bytes]) -> bytes:
         """What ``read_tokens`` should give; ``digests[i]`` covers the i-th position as well."""
@@ -290,8 +290,10 @@ class SimRunner:
             name: self._compute(name, computed[name], computed[name] + tokens)
             for name, tokens in step.num_scheduled_tokens.items()
         }
-        return [self._sample(name, computed[name] + n, digests[name])
-                for name, n in step.num_scheduled_tokens.items()]
+        return [
+            self._sample(name, computed[name] + n, digests[name])
+            for name, n in step.num_scheduled_tokens.items()
+        ]
 
     def _precopy(self, name: str, start: int, tokens: int) -> None:
         """``mamba_utils.preprocess_mamba``: carry the running state into the last block."""
@@ -459,8 +461,9 @@ class SimEngine:
         layout: str = "LBHNC",
         ranks: int = 1,
         retention: int | None = 0,
+        unit: int | None = None,
         wrap: Callable[[Store], Store] = lambda store: store,
-        transfer: dict[str, Any] | None = None,
+        sibling: bool = False,
     ) -> None:
         """
         Args:
@@ -471,12 +474,14 @@ class SimEngine:
             budget: tokens per step.
             policy: ``kv_load_failure_policy``.
             ranks: workers, each with its own share of every block.
+            unit: ``--prefix-match-unit``, tokens per block hash.
             wrap: put around every store that the connector opens.
-            transfer: replaces the connector's part of ``KVTransferConfig``.
+            sibling: another connector hands prompts over, both inside ``MultiConnector``.
         """
         self.name = name
         self.asynchronous, self.late = asynchronous, late
-        extra = {"store": store, "stream_min_bytes": 1, **(options or {})}
+        # A busy machine must not look like a slow store.
+        extra = {"store": store, "stream_min_bytes": 1, "lookup_timeout_s": 5.0, **(options or {})}
         self.config = VllmConfig(
             model_config=_with_length(max_tokens),
             cache_config=CacheConfig(
@@ -484,6 +489,7 @@ class SimEngine:
                 enable_prefix_caching=True,
                 mamba_cache_mode="align" if any(g.recurrent for g in groups) else "none",
                 prefix_cache_retention_interval=retention,
+                prefix_match_unit=unit,
             ),
             scheduler_config=SchedulerConfig(
                 max_num_batched_tokens=budget,
@@ -500,14 +506,7 @@ class SimEngine:
                 kv_role=role,
                 engine_id=f"{name}-{next(_names)}",
                 kv_load_failure_policy=policy,
-                **(
-                    transfer
-                    or {
-                        "kv_connector": "BackhaulConnector",
-                        "kv_connector_module_path": "backhaul.connector.connector",
-                        "kv_connector_extra_config": extra,
-                    }
-                ),
+                **_connectors(role, policy, extra, sibling=sibling),
             ),
         )
         self.config.cache_config.kv_cache_layout = layout
@@ -526,6 +525,8 @@ class SimEngine:
         self._sequence = count(1)
         self.finished: dict[str, Finished] = {}
         self._unchecked: list[Finished] = []
+        self.counters: Counter[str] = Counter()
+        """The connector's counters as vLLM's statistics carry them, ``name|label``."""
         self.steps = 0
         self._start(ranks, wrap, store is not None)
 
@@ -541,7 +542,10 @@ class SimEngine:
         self.hasher = get_request_block_hasher(hash_block, hash_function)
         self.grid = block
         scheduler_class = AsyncScheduler if self.asynchronous else Scheduler
-        with patch.object(connector_module, "open_store", opened):
+        with (
+            patch.object(connector_module, "open_store", opened),
+            patch.object(connector_module, "require_vllm_surface", _check_surface_once),
+        ):
             self.scheduler = scheduler_class(
                 vllm_config=self.config,
                 kv_cache_config=self.cache,
@@ -559,6 +563,9 @@ class SimEngine:
                     config=config, role=KVConnectorRole.WORKER, kv_cache_config=self.cache
                 )
                 worker.register_kv_caches(self.memory[rank].tensors)
+                for child in getattr(worker, "_connectors", [worker]):
+                    if hasattr(child, "attach"):
+                        child.attach(self, rank)
                 self.workers.append(worker)
         self.aggregator = KVOutputAggregator(ranks)
         self.runner = SimRunner(self)
@@ -577,8 +584,12 @@ class SimEngine:
         u_end: int | None = None,
         params: dict[str, Any] | None = None,
         name: str | None = None,
+        handed_over: int | None = None,
     ) -> str:
-        """Queue a request that yields ``output`` tokens and then stops, or is cut off."""
+        """Queue a request that yields ``output`` tokens and then stops, or is cut off.
+
+        ``handed_over`` is a last prompt token that a sibling connector is about to drop.
+        """
         name = name or f"{self.name}-{next(self._sequence)}"
         transfer = dict(params or {})
         if u_end is not None:
@@ -592,7 +603,7 @@ class SimEngine:
         )
         request = Request(
             request_id=name,
-            prompt_token_ids=list(prompt),
+            prompt_token_ids=[*prompt, *([] if handed_over is None else [handed_over])],
             sampling_params=sampling,
             pooling_params=None,
             block_hasher=self.hasher,
@@ -654,6 +665,8 @@ class SimEngine:
     def _update(self, step: Any, output: ModelRunnerOutput) -> None:
         results = self.scheduler.update_from_output(step, output)
         for batch in results.values():
+            if batch.scheduler_stats is not None:
+                self._count(batch.scheduler_stats.kv_connector_stats or {})
             for one in batch.outputs:
                 live = self._live.get(one.request_id)
                 if live is None:
@@ -669,6 +682,10 @@ class SimEngine:
                     )
         if not step.total_num_scheduled_tokens:
             time.sleep(0.0005)  # as the engine core does: lets transfer threads run
+
+    def _count(self, stats: dict[str, Any]) -> None:
+        for name, value in stats.get("counters", {}).items():
+            self.counters[name] += value
 
     def _end(self, name: str, live: _Live, reason: str, params: dict[str, Any]) -> None:
         expected = live.expected if reason != "abort" else live.expected[: len(live.output)]
@@ -752,6 +769,23 @@ class SimEngine:
             worker.shutdown()
 
 
+def _connectors(role: str, policy: str, extra: dict[str, Any], *, sibling: bool) -> dict[str, Any]:
+    """The part of ``KVTransferConfig`` that names the connectors."""
+    if not sibling:
+        return {
+            "kv_connector": "BackhaulConnector",
+            "kv_connector_module_path": "backhaul.connector.connector",
+            "kv_connector_extra_config": extra,
+        }
+    register()
+    common = {"kv_role": role, "kv_load_failure_policy": policy}
+    children = [
+        {"kv_connector": "SimHandover", "kv_connector_module_path": "sim_handover", **common},
+        {"kv_connector": "BackhaulConnector", "kv_connector_extra_config": extra, **common},
+    ]
+    return {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": children}}
+
+
 def _with_length(tokens: int) -> ModelConfig:
     config = copy(_model_config())
     config.max_model_len = tokens
@@ -798,8 +832,7 @@ def check_store(uri: str, engine: SimEngine, *, settle_s: float = 5.0) -> int:
     domain = engine.backhaul._half._facts.domain.domain_id
     resolved = engine.config.cache_config.get_resolved_kv_cache_layout()
     scratch = [KvMemory(engine.cache, resolved, m.rank) for m in engine.memory]
-    for memory in scratch:
-        store.attach(memory_regions(memory.tensors))
+    store.attach([region for memory in scratch for region in memory_regions(memory.tensors)])
     found = store.list_checkpoints(timeout_s=1)
     for info in found:
         assert info.domain == domain
@@ -837,9 +870,7 @@ def _check_checkpoint(
         for index in required_blocks(group, info.boundary):
             key = ObjectKey(memory.rank, group.index, hashes[(index + 1) * size // unit - 1])
             memory.zero(1)
-            read = store.read(
-                lease, [LoadItem(key, regions.segments(1))], verify=True, timeout_s=5
-            )
+            read = store.read(lease, [LoadItem(key, regions.segments(1))], verify=True, timeout_s=5)
             assert read.ok, f"{key} of the checkpoint at {info.boundary}: {read.reason}"
             low, high = index * size, (index + 1) * size
             if group.index in dict(engine.recurrent):

@@ -71,38 +71,24 @@ class Faults:
 
 
 class Restartable:
-    """A store's address over restarts: each one begins empty, under a name of its own. Tokens and
-    leases are marked, since an earlier store's must never pass for a later one's."""
+    """A store's address over restarts: each one begins empty, under a name of its own."""
 
     def __init__(self, uri: str) -> None:
         self._base, _, self._query = uri.partition("?")
         self.generation = 0
 
+    def at(self, generation: int) -> str:
+        """The address of one generation."""
+        return f"{self._base}-{generation}?{self._query}"
+
     @property
     def uri(self) -> str:
         """Where the store is now."""
-        return f"{self._base}-{self.generation}?{self._query}"
+        return self.at(self.generation)
 
     def restart(self) -> None:
         """Everything that was stored, leased or reserved is gone."""
         self.generation += 1
-
-    def mark_token(self, token: int) -> int:
-        """A token as callers see it."""
-        return token << 10 | self.generation
-
-    def token(self, marked: int) -> int | None:
-        """The store's own token; None where it is an earlier store's."""
-        return marked >> 10 if marked & 1023 == self.generation else None
-
-    def mark_lease(self, lease: LeaseId) -> LeaseId:
-        """A lease as callers see it."""
-        return LeaseId(f"{self.generation}:{lease}")
-
-    def lease(self, marked: LeaseId) -> LeaseId | None:
-        """The store's own lease; None where it is an earlier store's."""
-        generation, _, lease = marked.partition(":")
-        return LeaseId(lease) if int(generation) == self.generation else None
 
 
 class _StillWriting:
@@ -143,22 +129,34 @@ class FaultyStore(Store):
         self._regions: Sequence[MemoryRegion] = ()
         self._records: dict[DomainId, DomainRecord] = {}
         self._lock = threading.Lock()
-        self._at, self._store = "", None
+        self._stores: dict[int, Store] = {}
+
+    def _open(self, generation: int) -> Store:
+        with self._lock:
+            store = self._stores.get(generation)
+            if store is None:
+                store = open_store(self._where.at(generation), client_name="faulty")
+                if self._regions:
+                    store.attach(self._regions)
+                for record in self._records.values():
+                    store.open_domain(record, timeout_s=1)
+                self._stores[generation] = store
+            return store
 
     def _inner(self) -> Store:
-        with self._lock:
-            if self._store is None or self._at != self._where.uri:
-                self._at = self._where.uri
-                self._store = open_store(self._at, client_name="faulty")
-                if self._regions:
-                    self._store.attach(self._regions)
-                for record in self._records.values():
-                    self._store.open_domain(record, timeout_s=1)
-            return self._store
+        return self._open(self._where.generation)
+
+    # Tokens and leases carry their generation, since those of a store that is gone must never
+    # pass for a later one's.
+
+    def _check(self, generation: int) -> Store:
+        if generation != self._where.generation:
+            raise StoreUnavailable("the store was restarted")
+        return self._open(generation)
 
     def attach(self, regions: Sequence[MemoryRegion]) -> None:
         self._regions = regions
-        self._inner().attach(regions)
+        self._inner()
 
     def read(
         self, lease: LeaseId, items: Sequence[LoadItem], *, verify: bool, timeout_s: float
@@ -172,10 +170,10 @@ class FaultyStore(Store):
         if self._faults.strikes("read_unsettled"):
             still = _StillWriting(items, self._faults.slow_s)
             return TransferResult(ok=False, reason=Reason.TIMEOUT, unsettled=still)
-        own = self._where.lease(lease)
-        if own is None:
+        generation, own = _lease(lease)
+        if generation != self._where.generation:
             return TransferResult(ok=False, reason=Reason.LEASE_EXPIRED)
-        result = self._inner().read(own, items, verify=verify, timeout_s=timeout_s)
+        result = self._open(generation).read(own, items, verify=verify, timeout_s=timeout_s)
         if self._faults.strikes("read_corrupt"):
             for item in items:
                 for address, nbytes in item.segments.tolist():
@@ -190,15 +188,13 @@ class FaultyStore(Store):
             return TransferResult(
                 ok=False, reason=Reason.TIMEOUT, unsettled=_Settling(self._faults.slow_s)
             )
-        own = []
-        for grant, segments in items:
-            token = self._where.token(grant.token)
-            if token is None:
-                return TransferResult(ok=False, reason=Reason.UNREACHABLE)
-            own.append(WriteItem(grant._replace(token=token), segments))
-        result = self._inner().write(own, timeout_s=timeout_s)
-        marked = [w._replace(token=self._where.mark_token(w.token)) for w in result.written]
-        return replace(result, written=tuple(marked))
+        generations = {item.grant.token & 1023 for item in items}
+        if generations != {self._where.generation}:
+            return TransferResult(ok=False, reason=Reason.UNREACHABLE)
+        inner = self._open(*generations)
+        own = [WriteItem(_unmarked(grant), segments) for grant, segments in items]
+        result = inner.write(own, timeout_s=timeout_s)
+        return replace(result, written=tuple(_marked(w, *generations) for w in result.written))
 
     def open_domain(self, record: DomainRecord, *, timeout_s: float) -> DomainId:
         self._records[record.domain_id] = record
@@ -209,13 +205,16 @@ class FaultyStore(Store):
     ) -> None:
         self._inner().announce(domain, boundary, block_hash, ttl_s=ttl_s, timeout_s=timeout_s)
 
-    def reserve(self, domain: Any, publication: Any, wants: Any, *, timeout_s: float) -> list[Grant]:
+    def reserve(
+        self, domain: Any, publication: Any, wants: Any, *, timeout_s: float
+    ) -> list[Grant]:
         if self._faults.strikes("reserve_raises"):
             raise StoreUnavailable("reserve")
         if self._faults.strikes("reserve_full"):
             return [Grant(key, GrantStatus.FULL, nbytes) for key, nbytes in wants]
-        grants = self._inner().reserve(domain, publication, wants, timeout_s=timeout_s)
-        return [g._replace(token=self._where.mark_token(g.token)) for g in grants]
+        generation = self._where.generation
+        grants = self._open(generation).reserve(domain, publication, wants, timeout_s=timeout_s)
+        return [_marked(grant, generation) for grant in grants]
 
     def commit(
         self,
@@ -229,12 +228,10 @@ class FaultyStore(Store):
     ) -> CommitResult:
         if self._faults.strikes("commit_raises"):
             raise StoreRejected("commit")
-        tokens = [self._where.token(w.token) for w in written]
-        if None in tokens:
-            raise StoreUnavailable("the store was restarted")
-        written = [w._replace(token=t) for w, t in zip(written, tokens, strict=True)]
-        inner = self._inner()
-        return inner.commit(domain, publication, rank, written, manifest, timeout_s=timeout_s)
+        generations = {w.token & 1023 for w in written} or {self._where.generation}
+        inner = self._check(*generations)
+        own = [_unmarked(w) for w in written]
+        return inner.commit(domain, publication, rank, own, manifest, timeout_s=timeout_s)
 
     def abandon(self, publication: Any, *, timeout_s: float) -> None:
         self._inner().abandon(publication, timeout_s=timeout_s)
@@ -258,7 +255,8 @@ class FaultyStore(Store):
             raise StoreUnavailable("lookup")
         if self._faults.strikes("lookup_slow"):
             time.sleep(self._faults.slow_s)
-        result = self._inner().lookup(
+        generation = self._where.generation
+        result = self._open(generation).lookup(
             domain,
             boundary_hashes,
             above_tokens=above_tokens,
@@ -267,19 +265,18 @@ class FaultyStore(Store):
             timeout_s=timeout_s,
         )
         if result.lease is not None:
-            result = replace(result, lease=self._where.mark_lease(result.lease))
+            result = replace(result, lease=LeaseId(f"{generation}:{result.lease}"))
         return result
 
     def renew(self, lease: LeaseId, lease_s: float, *, timeout_s: float) -> None:
-        own = self._where.lease(lease)
-        if own is None:
-            raise StoreRejected("the store was restarted")
-        self._inner().renew(own, lease_s, timeout_s=timeout_s)
+        generation, own = _lease(lease)
+        self._check(generation).renew(own, lease_s, timeout_s=timeout_s)
 
     def release(self, leases: Sequence[LeaseId], *, timeout_s: float) -> None:
         # A release that gets lost leaves its lease to run out, so it goes through first.
-        own = [self._where.lease(lease) for lease in leases]
-        self._inner().release([lease for lease in own if lease], timeout_s=timeout_s)
+        for generation, own in map(_lease, leases):
+            if generation == self._where.generation:
+                self._open(generation).release([own], timeout_s=timeout_s)
         if self._faults.strikes("release_raises"):
             raise StoreUnavailable("release")
 
@@ -293,5 +290,18 @@ class FaultyStore(Store):
 
     def close(self) -> None:
         with self._lock:
-            if self._store is not None:
-                self._store.close()
+            for store in self._stores.values():
+                store.close()
+
+
+def _marked(item: Any, generation: int) -> Any:
+    return item._replace(token=item.token << 10 | generation)
+
+
+def _unmarked(item: Any) -> Any:
+    return item._replace(token=item.token >> 10)
+
+
+def _lease(lease: LeaseId) -> tuple[int, LeaseId]:
+    generation, _, own = lease.partition(":")
+    return int(generation), LeaseId(own)

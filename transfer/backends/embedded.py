@@ -1,149 +1,337 @@
-"""Temporary embedded client."""
+"""The embedded store's client: a gRPC catalog, and NIXL between attached memory and the pool.
+
+Nothing here needs the daemon before the first call that does. The client says Hello then, and again
+after anything that smells of a restart (a name that is not known, a lost connection, a failed
+transfer). Domains are remembered and made known to the new daemon; leases and publications of the
+old one are lost, which callers see as ``StoreRejected`` or ``LEASE_EXPIRED``.
+"""
 
 from __future__ import annotations
 
-import threading
+import logging
+import os
 import time
 import uuid
+from collections.abc import Sequence
 
-import grpc
 import numpy as np
 
-from backhaul.protocols import store_pb2 as pb
-from backhaul.protocols import store_pb2_grpc as rpc
-from backhaul.protocols.checkpoint import *
-from backhaul.protocols.errors import *
-from backhaul.transfer.base import *
+from backhaul.protocols import store_pb2
+from backhaul.protocols.checkpoint import (
+    CheckpointManifest,
+    DomainId,
+    LeaseId,
+    ObjectKey,
+    PublicationId,
+    Reason,
+)
+from backhaul.protocols.domain import DomainRecord
+from backhaul.protocols.errors import (
+    BackhaulError,
+    StoreError,
+    StoreFull,
+    StoreRejected,
+    StoreUnavailable,
+)
+from backhaul.transfer.backends import wire
+from backhaul.transfer.backends.payload import Moved, Payload
+from backhaul.transfer.backends.rpc import CatalogChannel, StoreTimeout
+from backhaul.transfer.backends.session import SessionKeeper
+from backhaul.transfer.base import (
+    CheckpointInfo,
+    CommitResult,
+    Grant,
+    LoadItem,
+    LookupResult,
+    MemoryRegion,
+    Store,
+    StoreStats,
+    TransferResult,
+    WriteItem,
+    Written,
+)
+from backhaul.transfer.checksum import ChecksumFunction
+from backhaul.transfer.entries import NotKnown
+from backhaul.transfer.nixl_agent import Outcome
+
+WAIT_SHARE_MAX = 0.8
+"""Part of a lookup's time that the daemon may wait for a publication: the answer has to travel."""
+
+REASONS: tuple[tuple[type[BackhaulError], Reason], ...] = (
+    (StoreTimeout, Reason.TIMEOUT),
+    (StoreUnavailable, Reason.UNREACHABLE),
+    (NotKnown, Reason.LEASE_EXPIRED),
+    (StoreFull, Reason.STORE_FULL),
+    (StoreRejected, Reason.DENIED),
+    (BackhaulError, Reason.INTERNAL),
+)
+"""What a read or write ran into -> what its result says; the first match counts."""
+
+logger = logging.getLogger(__name__)
+
+
+class InstanceGrant(Grant):
+    """A grant that remembers which life of the daemon gave it: its offset means nothing, and
+    would damage another object, in the pool of the next one."""
+
+    instance_id: str = ""
 
 
 class EmbeddedStore(Store):
-    def __init__(self, target, client_name=""):
-        self.target = target
-        self.stub = None
-        self.lock = threading.Lock()
-        self.agent = None
-        self.peer = None
-        self.domains = {}
-        self.regions = []
+    """See the module's docstring. All methods are thread-safe."""
 
-    def _call(self, name, request, timeout_s):
-        with self.lock:
-            if self.stub is None:
-                self.stub = rpc.CatalogStub(grpc.insecure_channel(self.target, options=[("grpc.max_receive_message_length", 1 << 26)]))
+    def __init__(
+        self,
+        target: str,
+        *,
+        client_name: str = "",
+        device_checksum: ChecksumFunction | None = None,
+    ) -> None:
+        """
+        Args:
+            target: ``host:port`` of the daemon's catalog.
+            client_name: shown in the daemon's log.
+            device_checksum: checksum of an object in device memory; without it such objects are
+                stored and loaded without one.
+        """
+        self._name = client_name or f"pid-{os.getpid()}"
+        self._device_checksum = device_checksum
+        self._channel = CatalogChannel(target)
+        self._keeper = SessionKeeper(self._channel, self._name)
+        self._payload: Payload | None = None
+
+    # -- bytes --------------------------------------------------------------------------------
+
+    def attach(self, regions: Sequence[MemoryRegion]) -> None:
+        """See ``Store``. Raises ``ConfigError`` where NIXL cannot take the memory."""
+        if self._payload is not None:
+            raise ValueError("memory is attached already")
+        # Agents of one name would be one peer to the daemon.
+        name = f"backhaul-{self._name}-{uuid.uuid4().hex[:12]}"
+        self._payload = Payload(name, regions, self._device_checksum)
+        self._keeper.attach(self._payload.agent)
+
+    def read(
+        self, lease: LeaseId, items: Sequence[LoadItem], *, verify: bool, timeout_s: float
+    ) -> TransferResult:
+        """See ``Store``. Without a checksum to compare, the lease is checked once more after the
+        transfer: bytes read after it ran out may be another object's."""
+        deadline = time.monotonic() + timeout_s
+        payload = self._attached()
+        if not items:
+            return TransferResult(ok=True)
+        request = store_pb2.LocateRequest(
+            lease_id=lease, keys=[wire.key_message(item.key) for item in items]
+        )
         try:
-            return getattr(self.stub, name)(request, timeout=timeout_s)
-        except grpc.RpcError as e:
-            code = e.code()
-            if code in (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.INVALID_ARGUMENT):
-                raise StoreRejected(e.details())
-            if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-                raise StoreFull(e.details())
-            raise StoreUnavailable(e.details())
+            session = self._keeper.current(deadline)
+            places = self._keeper.call("Locate", request, deadline).locations
+            peer = self._keeper.peer(session, deadline)
+        except StoreError as error:
+            return _failed(error)
+        segments = [item.segments for item in items]
+        nbytes = [int(one[:, 1].sum()) for one in segments]
+        if nbytes != [place.nbytes for place in places]:
+            logger.warning("backhaul: objects differ in size from the pages that await them")
+            return TransferResult(ok=False, reason=Reason.CORRUPT)
+        addresses = np.array([place.offset for place in places], dtype=np.uint64)
+        addresses += np.uint64(session.pool_address)
+        expected = [place.checksum for place in places] if verify else None
+        moved = payload.fetch(peer, segments, addresses, deadline, expected)
+        if moved.ended.outcome is not Outcome.DONE:
+            return self._not_moved(moved)
+        if moved.corrupt is not None:
+            logger.warning("backhaul: checksum mismatch of %s", items[moved.corrupt].key)
+            return TransferResult(ok=False, reason=Reason.CORRUPT, nbytes=sum(nbytes))
+        if not moved.verified:
+            del request.keys[1:]
+            try:
+                self._keeper.call("Locate", request, deadline)
+            except StoreError as error:
+                return _failed(error)
+        return TransferResult(ok=True, nbytes=sum(nbytes))
 
-    def _hello(self, timeout_s):
-        r = self._call("Hello", pb.HelloRequest(protocol_version=1, client_name="x"), timeout_s)
-        return r
-
-    def attach(self, regions):
-        from nixl._api import nixl_agent, nixl_agent_config
-
-        self.agent = nixl_agent(f"backhaul-{uuid.uuid4().hex}", nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
-        self.agent.register_memory([(r.address, r.nbytes, r.device, "") for r in regions], "DRAM")
-
-    def _connect(self):
-        with self.lock:
-            if self.peer is None:
-                pass
-        if self.peer is None:
-            h = self._hello(2.0)
-            with self.lock:
-                if self.peer is None:
-                    self.peer = self.agent.add_remote_agent(h.agent_metadata)
-                    self.base = h.pool_address
-
-    def _xfer(self, op, local, remote, timeout_s):
-        with self.lock:
-            l = self.agent.get_xfer_descs(local, "DRAM")
-            r = self.agent.get_xfer_descs(remote, "DRAM")
-            h = self.agent.initialize_xfer(op, l, r, self.peer)
-            st = self.agent.transfer(h)
-            end = time.monotonic() + timeout_s
-            while st == "PROC" and time.monotonic() < end:
-                time.sleep(0.0005)
-                st = self.agent.check_xfer_state(h)
-            self.agent.release_xfer_handle(h)
-        return st == "DONE"
-
-    @staticmethod
-    def _descs(offsets, segs, base):
-        local, remote = [], []
-        for off, seg in zip(offsets, segs):
-            pos = base + off
-            for a, n in seg.tolist():
-                local.append((a, n, 0))
-                remote.append((pos, n, 0))
-                pos += n
-        return np.array(local, dtype=np.uint64), np.array(remote, dtype=np.uint64)
-
-    def read(self, lease, items, *, verify, timeout_s):
+    def write(self, items: Sequence[WriteItem], *, timeout_s: float) -> TransferResult:
+        """See ``Store``."""
+        deadline = time.monotonic() + timeout_s
+        payload = self._attached()
+        if not items:
+            return TransferResult(ok=True)
+        grants = [item.grant for item in items]
+        for item in items:
+            if int(item.segments[:, 1].sum()) != item.grant.nbytes:
+                raise ValueError(f"{item.grant} is not the size of its pages")
         try:
-            self._connect()
-            loc = self._call("Locate", pb.LocateRequest(lease_id=lease, keys=[pb.Key(rank=i.key.rank, group=i.key.group, block_hash=i.key.block_hash) for i in items]), timeout_s)
-        except StoreRejected:
-            return TransferResult(ok=False, reason=Reason.LEASE_EXPIRED)
-        except StoreError:
-            return TransferResult(ok=False, reason=Reason.UNREACHABLE)
-        l, r = self._descs([x.offset for x in loc.locations], [i.segments for i in items], self.base)
-        ok = self._xfer("READ", l, r, timeout_s)
-        return TransferResult(ok=ok, reason=None if ok else Reason.TIMEOUT, nbytes=int(l[:, 1].sum()))
+            session = self._keeper.current(deadline)
+            if any(_instance(grant) != session.instance_id for grant in grants):
+                raise StoreUnavailable("the store was restarted after it granted the space")
+            peer = self._keeper.peer(session, deadline)
+        except StoreError as error:
+            return _failed(error)
+        addresses = np.array([grant.offset for grant in grants], dtype=np.uint64)
+        addresses += np.uint64(session.pool_address)
+        moved = payload.send(peer, [item.segments for item in items], addresses, deadline)
+        if moved.ended.outcome is not Outcome.DONE:
+            return self._not_moved(moved)
+        written = tuple(
+            Written(grant.key, grant.token, checksum)
+            for grant, checksum in zip(grants, moved.checksums, strict=True)
+        )
+        return TransferResult(
+            ok=True, nbytes=sum(grant.nbytes for grant in grants), written=written
+        )
 
-    def write(self, items, *, timeout_s):
-        self._connect()
-        l, r = self._descs([i.grant.offset for i in items], [i.segments for i in items], self.base)
-        ok = self._xfer("WRITE", l, r, timeout_s)
-        return TransferResult(ok=ok, reason=None if ok else Reason.TIMEOUT, nbytes=int(l[:, 1].sum()), written=tuple(Written(i.grant.key, i.grant.token, 0) for i in items) if ok else ())
+    # -- catalog: publications ----------------------------------------------------------------
 
-    def open_domain(self, record, *, timeout_s):
-        self._call("OpenDomain", pb.OpenDomainRequest(record=record.canonical()), timeout_s)
-        return record.domain_id
+    def open_domain(self, record: DomainRecord, *, timeout_s: float) -> DomainId:
+        """See ``Store``. The domain is remembered even where this raises."""
+        return self._keeper.open_domain(record, time.monotonic() + timeout_s)
 
-    def announce(self, domain, boundary, block_hash, *, ttl_s, timeout_s):
-        self._call("Announce", pb.AnnounceRequest(domain_id=domain, boundary=boundary, block_hash=block_hash, ttl_s=ttl_s), timeout_s)
+    def announce(
+        self, domain: DomainId, boundary: int, block_hash: bytes, *, ttl_s: float, timeout_s: float
+    ) -> None:
+        """See ``Store``."""
+        request = store_pb2.AnnounceRequest(
+            domain_id=domain, boundary=boundary, block_hash=block_hash, ttl_s=ttl_s
+        )
+        self._keeper.call("Announce", request, time.monotonic() + timeout_s, domain)
 
-    def reserve(self, domain, publication, wants, *, timeout_s):
-        r = self._call("Reserve", pb.ReserveRequest(domain_id=domain, publication_id=publication, wants=[pb.Want(key=pb.Key(rank=k.rank, group=k.group, block_hash=k.block_hash), nbytes=n) for k, n in wants]), timeout_s)
-        m = {1: GrantStatus.GRANTED, 2: GrantStatus.PRESENT, 3: GrantStatus.BUSY, 4: GrantStatus.FULL}
-        return [Grant(k, m[g.status], n, g.offset, g.token) for (k, n), g in zip(wants, r.grants)]
+    def reserve(
+        self,
+        domain: DomainId,
+        publication: PublicationId,
+        wants: Sequence[tuple[ObjectKey, int]],
+        *,
+        timeout_s: float,
+    ) -> list[Grant]:
+        """See ``Store``."""
+        deadline = time.monotonic() + timeout_s
+        request = store_pb2.ReserveRequest(
+            domain_id=domain,
+            publication_id=publication,
+            wants=[store_pb2.Want(key=wire.key_message(key), nbytes=size) for key, size in wants],
+        )
+        reply = self._keeper.call("Reserve", request, deadline, domain)
+        instance_id = self._keeper.current(deadline).instance_id
+        grants: list[Grant] = []
+        for (key, size), answer in zip(wants, reply.grants, strict=True):
+            status = wire.GRANT_STATUS[answer.status]
+            grant = InstanceGrant(key, status, size, answer.offset, answer.token)
+            grant.instance_id = instance_id
+            grants.append(grant)
+        return grants
 
-    def commit(self, domain, publication, rank, written, manifest=None, *, timeout_s):
-        req = pb.CommitRequest(domain_id=domain, publication_id=publication, rank=rank, written=[pb.Written(key=pb.Key(rank=w.key.rank, group=w.key.group, block_hash=w.key.block_hash), token=w.token, checksum=w.checksum) for w in written])
-        if manifest:
-            req.manifest.CopyFrom(pb.Manifest(boundary=manifest.boundary, hashes=manifest.hashes, kinds=manifest.kinds, producer=manifest.producer))
-        r = self._call("Commit", req, timeout_s)
-        return CommitResult(r.visible, tuple(ObjectKey(k.rank, k.group, k.block_hash) for k in r.missing))
+    def commit(
+        self,
+        domain: DomainId,
+        publication: PublicationId,
+        rank: int,
+        written: Sequence[Written],
+        manifest: CheckpointManifest | None = None,
+        *,
+        timeout_s: float,
+    ) -> CommitResult:
+        """See ``Store``."""
+        request = store_pb2.CommitRequest(
+            domain_id=domain,
+            publication_id=publication,
+            rank=rank,
+            written=[wire.written_message(one) for one in written],
+            manifest=wire.manifest_message(manifest) if manifest else None,
+        )
+        reply = self._keeper.call("Commit", request, time.monotonic() + timeout_s, domain)
+        return CommitResult(reply.visible, tuple(wire.key_of(key) for key in reply.missing))
 
-    def abandon(self, publication, *, timeout_s):
-        self._call("Abandon", pb.AbandonRequest(publication_id=publication), timeout_s)
+    def abandon(self, publication: PublicationId, *, timeout_s: float) -> None:
+        """See ``Store``."""
+        request = store_pb2.AbandonRequest(publication_id=publication)
+        self._keeper.call("Abandon", request, time.monotonic() + timeout_s)
 
-    def keep_alive(self, publications, *, timeout_s):
-        self._call("KeepAlive", pb.KeepAliveRequest(publication_ids=publications), timeout_s)
+    def keep_alive(self, publications: Sequence[PublicationId], *, timeout_s: float) -> None:
+        """See ``Store``."""
+        if publications:
+            request = store_pb2.KeepAliveRequest(publication_ids=publications)
+            self._keeper.call("KeepAlive", request, time.monotonic() + timeout_s)
 
-    def lookup(self, domain, boundary_hashes, *, above_tokens=0, lease_s=0.0, wait_s=0.0, timeout_s):
-        r = self._call("Lookup", pb.LookupRequest(domain_id=domain, boundary_hashes=boundary_hashes, above_tokens=above_tokens, lease_s=lease_s, wait_s=wait_s), timeout_s)
-        ms = tuple(CheckpointMatch(boundary=m.boundary, kinds=tuple(CheckpointKind(k) for k in m.kinds), consumable=m.consumable, reason=Reason(m.reason) if m.reason else None, age_s=m.age_s, producer=m.producer) for m in r.matches)
-        return LookupResult(matches=ms, lease=r.lease_id or None, waited_s=r.waited_s)
+    # -- catalog: loads -----------------------------------------------------------------------
 
-    def renew(self, lease, lease_s, *, timeout_s):
-        pass
+    def lookup(
+        self,
+        domain: DomainId,
+        boundary_hashes: Sequence[bytes],
+        *,
+        above_tokens: int = 0,
+        lease_s: float = 0.0,
+        wait_s: float = 0.0,
+        timeout_s: float,
+    ) -> LookupResult:
+        """See ``Store``."""
+        request = store_pb2.LookupRequest(
+            domain_id=domain,
+            boundary_hashes=boundary_hashes,
+            above_tokens=above_tokens,
+            lease_s=lease_s,
+            wait_s=min(wait_s, timeout_s * WAIT_SHARE_MAX),
+        )
+        reply = self._keeper.call("Lookup", request, time.monotonic() + timeout_s, domain)
+        return wire.lookup_result(reply)
 
-    def release(self, leases, *, timeout_s):
-        self._call("ReleaseLease", pb.ReleaseLeaseRequest(lease_ids=leases), timeout_s)
+    def renew(self, lease: LeaseId, lease_s: float, *, timeout_s: float) -> None:
+        """See ``Store``."""
+        request = store_pb2.RenewLeaseRequest(lease_id=lease, lease_s=lease_s)
+        self._keeper.call("RenewLease", request, time.monotonic() + timeout_s)
 
-    def stats(self, *, timeout_s):
-        return StoreStats()
+    def release(self, leases: Sequence[LeaseId], *, timeout_s: float) -> None:
+        """See ``Store``."""
+        if leases:
+            request = store_pb2.ReleaseLeaseRequest(lease_ids=leases)
+            self._keeper.call("ReleaseLease", request, time.monotonic() + timeout_s)
 
-    def list_checkpoints(self, domain=None, *, limit=0, timeout_s):
-        return []
+    # -- people -------------------------------------------------------------------------------
 
-    def close(self):
-        pass
+    def stats(self, *, timeout_s: float) -> StoreStats:
+        """See ``Store``."""
+        deadline = time.monotonic() + timeout_s
+        return wire.store_stats(self._keeper.call("Stats", store_pb2.StatsRequest(), deadline))
+
+    def list_checkpoints(
+        self, domain: DomainId | None = None, *, limit: int = 0, timeout_s: float
+    ) -> list[CheckpointInfo]:
+        """See ``Store``."""
+        request = store_pb2.ListCheckpointsRequest(domain_id=domain or "", limit=limit)
+        deadline = time.monotonic() + timeout_s
+        reply = self._keeper.call("ListCheckpoints", request, deadline, domain)
+        return [wire.checkpoint_info(one) for one in reply.checkpoints]
+
+    def close(self) -> None:
+        """See ``Store``. Running transfers are given up first."""
+        self._channel.close()
+        if self._payload is not None:
+            self._payload.close()
+
+    # -- helpers ------------------------------------------------------------------------------
+
+    def _attached(self) -> Payload:
+        if self._payload is None:
+            raise ValueError("no memory is attached: call attach() before read or write")
+        return self._payload
+
+    def _not_moved(self, moved: Moved) -> TransferResult:
+        ended = moved.ended
+        if ended.outcome is Outcome.TIMEOUT:
+            self._keeper.doubt()
+            return TransferResult(ok=False, reason=Reason.TIMEOUT, unsettled=ended.unsettled)
+        logger.warning("backhaul: transfer failed: %s", ended.detail or "the store is gone")
+        self._keeper.doubt(peer=True)
+        return TransferResult(ok=False, reason=Reason.UNREACHABLE, unsettled=ended.unsettled)
+
+
+def _instance(grant: Grant) -> str:
+    return grant.instance_id if isinstance(grant, InstanceGrant) else ""
+
+
+def _failed(error: StoreError) -> TransferResult:
+    logger.debug("backhaul: %s", error)
+    return TransferResult(
+        ok=False, reason=next(r for kind, r in REASONS if isinstance(error, kind))
+    )

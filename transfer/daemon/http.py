@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,9 +13,6 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
-
-from backhaul.protocols.errors import ConfigError
-from backhaul.transfer.daemon.settings import Address
 
 
 class HttpServer(uvicorn.Server):
@@ -38,18 +34,6 @@ def make_app(registry: CollectorRegistry, healthy: Callable[[], bool]) -> Starle
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
     return Starlette(routes=[Route("/healthz", healthz), Route("/metrics", metrics)])
-
-
-def bind(address: Address) -> socket.socket:
-    """A listening socket. Raises ``ConfigError`` where the address is taken or not ours."""
-    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-    try:
-        return socket.create_server(tuple(address), family=family)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot listen on http address {address}: {error.strerror or error}; give another "
-            "--http"
-        ) from None
 
 
 def make_server(app: Any) -> HttpServer:

@@ -7,17 +7,15 @@ progress thread serves peers whose transport needs the target's help (shared mem
 from __future__ import annotations
 
 import ctypes
-import logging
 import mmap
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from backhaul.protocols.errors import ConfigError
+from backhaul.transfer.base import MemoryRegion
 from backhaul.transfer.daemon.settings import format_bytes
-
-NIXL_BACKEND = "UCX"
+from backhaul.transfer.nixl_agent import NixlAgent
 
 _CGROUP_FILES = (
     (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
@@ -37,26 +35,19 @@ class Pool:
         self.capacity_bytes = capacity_bytes
         self.agent_name = f"backhaul-store-{instance_id}"
         self._memory = _map(capacity_bytes, prefault)
-        agent = _make_agent(self.agent_name)
+        agent = NixlAgent(self.agent_name, serve=True)
         self._anchor = ctypes.c_char.from_buffer(self._memory)
         self.address = ctypes.addressof(self._anchor)
-        self._agent: Any = agent
-        try:
-            self._registration: Any = agent.register_memory(
-                [(self.address, capacity_bytes, 0, "")], "DRAM", backends=[NIXL_BACKEND]
-            )
-            self.agent_metadata: bytes = agent.get_agent_metadata()
-        except Exception as error:  # NIXL's errors share no base below Exception
-            raise ConfigError(
-                f"NIXL could not register a pool of {format_bytes(capacity_bytes)}: {error}"
-            ) from None
+        self._agent: NixlAgent | None = agent
+        agent.register([MemoryRegion(self.address, capacity_bytes)])
+        self.agent_metadata: bytes = agent.metadata
 
     def close(self) -> None:
         """Deregister and unmap. Safe to call twice."""
         if self._agent is None:
             return
-        self._agent.deregister_memory(self._registration, backends=[NIXL_BACKEND])
-        self._agent = self._registration = None
+        self._agent.close()
+        self._agent = None
         del self._anchor  # an exported pointer would keep the mapping from closing
         self._memory.close()
 
@@ -89,24 +80,3 @@ def _map(capacity_bytes: int, prefault: bool) -> mmap.mmap:
             f"cannot map a pool of {format_bytes(capacity_bytes)}: {error}; give a smaller "
             "--capacity"
         ) from None
-
-
-def _make_agent(name: str) -> Any:
-    try:
-        from nixl._api import nixl_agent, nixl_agent_config
-    except ImportError as error:
-        raise ConfigError(f"NIXL cannot be imported ({error}): pip install nixl==1.5.1") from None
-    # NIXL logs to standard output, where our ready line has to stand alone, and at a
-    # level of its own.
-    nixl_logger = logging.getLogger("nixl")
-    nixl_logger.handlers.clear()
-    nixl_logger.setLevel(logging.NOTSET)
-    nixl_logger.propagate = True
-    try:
-        config = nixl_agent_config(enable_prog_thread=True, backends=[NIXL_BACKEND])
-        agent = nixl_agent(name, config)
-    except Exception as error:  # NIXL's errors share no base below Exception
-        raise ConfigError(f"NIXL cannot start its {NIXL_BACKEND} backend: {error}") from None
-    if NIXL_BACKEND not in agent.backends:
-        raise ConfigError(f"this NIXL has no {NIXL_BACKEND} backend: reinstall nixl==1.5.1")
-    return agent

@@ -18,11 +18,13 @@ from prometheus_client import CollectorRegistry
 from backhaul.protocols import store_pb2, store_pb2_grpc
 from backhaul.protocols.errors import ConfigError
 from backhaul.transfer.daemon.catalog import Catalog
-from backhaul.transfer.daemon.http import bind, make_app, make_server
+from backhaul.transfer.daemon.http import make_app, make_server
 from backhaul.transfer.daemon.metrics import RpcTimer, StatsCollector
-from backhaul.transfer.daemon.pool import NIXL_BACKEND, Pool
+from backhaul.transfer.daemon.pool import Pool
+from backhaul.transfer.daemon.ports import listen_on
 from backhaul.transfer.daemon.settings import Address, DaemonSettings, format_bytes
 from backhaul.transfer.index import BlockIndex
+from backhaul.transfer.nixl_agent import BACKEND
 
 MESSAGE_BYTES_MAX = 64 << 20
 """A manifest of a million tokens at a 16-token hash unit with 32-byte hashes is 2 MiB; Reserve
@@ -53,7 +55,7 @@ async def serve(settings: DaemonSettings) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     async with contextlib.AsyncExitStack() as stack:
-        http_socket = stack.enter_context(bind(settings.http))
+        http_socket = stack.enter_context(listen_on(settings.http, "--http"))
         index = _make_index(settings)
         registry = CollectorRegistry()
         registry.register(StatsCollector(index.stats))
@@ -78,7 +80,7 @@ async def serve(settings: DaemonSettings) -> None:
         print(
             f"backhaul store ready: grpc {Address(settings.listen.host, port)}, "
             f"pool {format_bytes(settings.capacity_bytes)}, http {http_address}, "
-            f"nixl {NIXL_BACKEND}, instance {index.instance_id}",
+            f"nixl {BACKEND}, instance {index.instance_id}",
             flush=True,
         )
         # The first two never end by themselves: if one does, it failed, and so does the daemon.
@@ -106,14 +108,12 @@ def _make_index(settings: DaemonSettings) -> BlockIndex:
 
 
 def _bind_grpc(server: grpc.aio.Server, address: Address) -> int:
+    # Tried with a socket of our own first: gRPC does not say what is wrong, and it logs.
+    listen_on(address, "--listen").close()
     try:
-        port = server.add_insecure_port(str(address))
+        return server.add_insecure_port(str(address))
     except RuntimeError as error:
-        raise ConfigError(
-            f"cannot listen on {address}: the port is taken or the address is not ours "
-            f"({error}); give another --listen"
-        ) from None
-    return port
+        raise ConfigError(f"cannot listen on {address}: {error}; give another --listen") from None
 
 
 def _add_services(server: grpc.aio.Server, catalog: Catalog) -> Any:

@@ -96,6 +96,7 @@ class Driver:
         ranks: int = 1,
         window_tokens: int = 0,
         quarantine_s: float = 0.0,
+        layout: CacheLayout | None = None,
     ) -> None:
         self.index = BlockIndex(
             capacity_bytes,
@@ -103,7 +104,7 @@ class Driver:
             lease_max_s=100.0,
             quarantine_s=quarantine_s,
         )
-        self.layout = make_layout(ranks, window_tokens)
+        self.layout = layout or make_layout(ranks, window_tokens)
         self.now = 0.0
         self.domain = self.open("m")
 

@@ -96,7 +96,7 @@ def test_random_history_against_a_map_of_bytes() -> None:
     arena = Arena(256 * 64)
     owner: list[int | None] = [None] * 64
     live: dict[int, int] = {}
-    for step in range(3000):
+    for step in range(1500):
         if live and rng.random() < 0.5:
             offset = rng.choice(list(live))
             arena.free(offset)

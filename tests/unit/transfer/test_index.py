@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import pytest
 from index_kit import (
@@ -22,6 +23,7 @@ from backhaul.protocols.checkpoint import (
     Reason,
 )
 from backhaul.protocols.errors import StoreFull, StoreRejected
+from backhaul.protocols.layout import CacheLayout, GroupKind, GroupLayout
 from backhaul.transfer.base import Grant, GrantStatus
 from backhaul.transfer.entries import Checkpoint, NotKnown
 from backhaul.transfer.index import BlockIndex
@@ -351,6 +353,16 @@ def test_a_loose_object_serves_the_next_publication_that_needs_it() -> None:
     assert driver.commit("q", grants, manifest_of("a")).visible
 
 
+def test_a_checkpoint_of_loose_objects_keeps_them() -> None:
+    driver = Driver(2 * ONE)
+    driver.commit("p", driver.reserve("p", keys_of(driver.layout, "a")))
+    driver.abandon("p")
+    assert driver.commit("q", [], manifest_of("a")).visible
+    driver.index.check()
+    driver.reserve("r", keys_of(driver.layout, "b"))
+    assert driver.consumable("a") == [1]
+
+
 def test_nothing_is_evicted_for_what_cannot_fit_anyway() -> None:
     driver = Driver(3 * ONE)
     driver.publish("a")
@@ -393,7 +405,25 @@ def test_eviction_goes_on_until_the_freed_space_is_in_one_piece() -> None:
     driver.index.check()
 
 
-def test_a_checkpoint_whose_eviction_would_free_nothing_is_put_off() -> None:
+def test_a_checkpoint_that_shares_all_its_objects_is_put_off() -> None:
+    class Oldest:
+        def order(self, checkpoints: Sequence[Checkpoint], now: float) -> list[Checkpoint]:
+            return sorted(checkpoints, key=lambda one: one.serial)
+
+    attention_only = CacheLayout(
+        groups=(GroupLayout(index=0, kind=GroupKind.FULL, block_tokens=GRID),), hash_tokens=GRID
+    )
+    driver = Driver(3 * ATTENTION_BYTES, layout=attention_only)
+    driver.index.strategy = Oldest()
+    for tokens in ("a", "z", "ab"):
+        driver.publish(tokens)
+    driver.reserve("p", keys_of(attention_only, "x"))
+    assert driver.consumable("ab") == [2, 1] and driver.consumable("z") == []
+    driver.reserve("p", keys_of(attention_only, "xyw"))
+    assert driver.visible() == set()
+
+
+def test_a_checkpoint_whose_eviction_could_free_nothing_stays() -> None:
     driver = Driver(3 * ONE)
     driver.publish("a")
     driver.now = 1.0
@@ -415,7 +445,7 @@ def test_a_window_that_two_checkpoints_share_can_still_be_evicted() -> None:
 
 def test_the_order_of_eviction_can_be_exchanged() -> None:
     class Newest:
-        def order(self, checkpoints: list[Checkpoint], now: float) -> list[Checkpoint]:
+        def order(self, checkpoints: Sequence[Checkpoint], now: float) -> list[Checkpoint]:
             return sorted(checkpoints, key=lambda one: -one.created_at)
 
     driver = Driver(2 * ONE)

@@ -1,0 +1,267 @@
+"""The guarantees under faults that need a process of its own: the embedded store only."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from store_contract import (
+    BOUNDARY,
+    PUBLICATION_TTL_S,
+    TIMEOUT_S,
+    Daemon,
+    Worker,
+    eventually,
+    hash_chain,
+    make_domain,
+    new_publication,
+    running_daemon,
+)
+
+from backhaul.protocols.checkpoint import LeaseId, Reason
+from backhaul.protocols.errors import StoreRejected, StoreUnavailable
+from backhaul.transfer.backends.payload import Payload
+from backhaul.transfer.base import GrantStatus
+from backhaul.transfer.registry import open_store
+
+STOPPED_TIMEOUT_S = 0.5
+
+CLIENT_THAT_DIES = """
+import sys, time
+sys.path.insert(0, sys.argv[1])
+from store_contract import *
+from backhaul.protocols.domain import parse_domain
+from backhaul.transfer.registry import open_store
+worker = Worker(open_store(sys.argv[2]), parse_domain(sys.argv[3].encode()))
+chain = hash_chain("a", BOUNDARY)
+worker.write(worker.reserve(new_publication(), worker.keys(chain, BOUNDARY)))
+print("written", flush=True)
+time.sleep(120)
+"""
+
+
+@pytest.fixture
+def daemon() -> Iterator[Daemon]:
+    """A daemon that the test may hurt."""
+    with running_daemon() as one:
+        yield one
+
+
+@pytest.fixture
+def new_worker(daemon: Daemon) -> Iterator[Callable[[], Worker]]:
+    """Workers of one domain at ``daemon``."""
+    domain = make_domain()
+    workers: list[Worker] = []
+
+    def make() -> Worker:
+        workers.append(Worker(open_store(daemon.uri), domain))
+        return workers[-1]
+
+    yield make
+    for worker in workers:
+        worker.store.close()
+
+
+def test_a_client_killed_before_its_commit_costs_its_time_out(
+    daemon: Daemon, new_worker: Callable[[], Worker]
+) -> None:
+    worker = new_worker()
+    chain = hash_chain("a", BOUNDARY)
+    keys = worker.keys(chain, BOUNDARY)
+    arguments = [str(Path(__file__).parent), daemon.uri, worker.domain.canonical().decode()]
+    client = subprocess.Popen(
+        [sys.executable, "-c", CLIENT_THAT_DIES, *arguments], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert client.stdout is not None
+        assert client.stdout.readline() == "written\n"
+    finally:
+        client.kill()
+        client.wait(timeout=30)
+    died = time.monotonic()
+    assert worker.lookup(chain) == ([], None)
+    assert worker.reserve(new_publication(), keys)[0].status is GrantStatus.BUSY
+
+    def free() -> bool:
+        return worker.reserve(new_publication(), keys)[0].status is GrantStatus.GRANTED
+
+    assert eventually(free, PUBLICATION_TTL_S + 10)
+    assert time.monotonic() - died < PUBLICATION_TTL_S + 10
+    assert worker.lookup(chain) == ([], None)
+
+
+def test_a_killed_store_fails_cleanly_and_a_new_one_works(
+    daemon: Daemon, new_worker: Callable[[], Worker]
+) -> None:
+    worker = new_worker()
+    chain, publication = hash_chain("a", BOUNDARY), new_publication()
+    assert worker.publish(chain, BOUNDARY).visible
+    _, lease = worker.lookup(chain)
+    assert lease
+    other = hash_chain("b", BOUNDARY)
+    grants = worker.reserve(publication, worker.keys(other, BOUNDARY))
+
+    daemon.kill()
+    started = time.monotonic()
+    result = worker.read(lease, chain, BOUNDARY)
+    assert (result.ok, result.reason, result.unsettled) == (False, Reason.UNREACHABLE, None)
+    result = worker.write(grants)
+    assert (result.ok, result.reason, result.unsettled) == (False, Reason.UNREACHABLE, None)
+    with pytest.raises(StoreUnavailable):
+        worker.store.lookup(worker.domain_id, [chain[1]], timeout_s=TIMEOUT_S)
+    assert time.monotonic() - started < TIMEOUT_S
+
+    with running_daemon(daemon.port):
+
+        def answers() -> bool:
+            try:
+                return worker.lookup(chain) == ([], None)  # the domain is opened again
+            except StoreUnavailable:
+                return False
+
+        assert eventually(answers)
+        assert worker.read(lease, chain, BOUNDARY).reason is Reason.LEASE_EXPIRED
+        with pytest.raises(StoreRejected):
+            worker.store.renew(lease, 5, timeout_s=TIMEOUT_S)
+        # Space that the old daemon granted is another object's in the new one.
+        assert worker.write(grants).reason is Reason.UNREACHABLE
+        assert worker.publish(chain, BOUNDARY).visible
+        boundaries, lease = worker.lookup(chain)
+        assert boundaries == [BOUNDARY] and lease
+        assert worker.read(lease, chain, BOUNDARY).ok and worker.holds(chain, BOUNDARY)
+
+
+def test_nothing_needs_the_store_at_start() -> None:
+    with running_daemon() as first:
+        port = first.port
+    store = open_store(f"backhaul://127.0.0.1:{port}")
+    domain = make_domain()
+    with pytest.raises(StoreUnavailable):
+        Worker(store, domain)  # attach() passed: it is open_domain() that raises
+    assert store.read(LeaseId("x"), [], verify=True, timeout_s=1).ok
+    with running_daemon(port):
+        chain = hash_chain("a", BOUNDARY)
+
+        def answers() -> bool:
+            try:
+                return not store.lookup(domain.domain_id, [chain[1]], timeout_s=5).matches
+            except StoreUnavailable:
+                return False
+
+        assert eventually(answers)  # the domain that could not be opened is known by now
+    store.close()
+
+
+def test_a_hung_store_costs_one_deadline(daemon: Daemon, new_worker: Callable[[], Worker]) -> None:
+    worker = new_worker()
+    chain = hash_chain("a", BOUNDARY)
+    worker.publish(chain, BOUNDARY)
+    _, lease = worker.lookup(chain)
+    assert lease
+    daemon.send(signal.SIGSTOP)
+    started = time.monotonic()
+    result = worker.read(lease, chain, BOUNDARY, timeout_s=STOPPED_TIMEOUT_S)
+    assert (result.ok, result.reason, result.unsettled) == (False, Reason.TIMEOUT, None)
+    assert time.monotonic() - started < STOPPED_TIMEOUT_S + 2
+    started = time.monotonic()
+    with pytest.raises(StoreUnavailable, match="next attempt"):
+        worker.store.lookup(worker.domain_id, [chain[1]], timeout_s=5)
+    assert time.monotonic() - started < 0.15
+    daemon.send(signal.SIGCONT)
+
+    def answers() -> bool:
+        try:
+            return worker.lookup(chain)[0] == [BOUNDARY]
+        except StoreUnavailable:
+            return False
+
+    assert eventually(answers)
+    assert worker.read(lease, chain, BOUNDARY).ok
+
+
+@pytest.mark.parametrize("operation", ["read", "write"])
+@pytest.mark.parametrize("end", [signal.SIGCONT, signal.SIGKILL])
+def test_memory_is_unsettled_until_the_store_goes_on_or_dies(
+    operation: str, end: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over TCP, where the peer's help is needed, a transfer stands still while it is stopped, and
+    touches memory when it goes on, however long ago it was given up."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    with running_daemon() as daemon:
+        worker = Worker(open_store(daemon.uri), make_domain())
+        chain = hash_chain("a", 4 * BOUNDARY)
+        worker.publish(chain, 4 * BOUNDARY)
+        _, lease = worker.lookup(chain)
+        assert lease
+        assert worker.read(lease, chain, 4 * BOUNDARY).ok  # the connection stands
+
+        monkeypatch.setattr(Payload, "fetch", _stopped_first(daemon, Payload.fetch))
+        monkeypatch.setattr(Payload, "send", _stopped_first(daemon, Payload.send))
+        started = time.monotonic()
+        if operation == "read":
+            result = worker.read(lease, chain, 4 * BOUNDARY, timeout_s=STOPPED_TIMEOUT_S)
+        else:
+            other = hash_chain("b", 8 * BOUNDARY)
+            grants = worker.reserve(new_publication(), worker.keys(other, 8 * BOUNDARY))
+            result = worker.write(grants, timeout_s=STOPPED_TIMEOUT_S)
+        assert time.monotonic() - started < STOPPED_TIMEOUT_S + 3
+        assert not result.ok and result.reason is Reason.TIMEOUT and not result.written
+        assert result.unsettled is not None
+        unsettled = result.unsettled
+        for _ in range(20):
+            assert not unsettled.settled()
+            time.sleep(0.02)
+        daemon.send(end)
+        assert eventually(unsettled.settled)
+        if operation == "read":
+            at_rest = [worker.pages.get(k.group, s).copy() for s, k in enumerated(worker, chain)]
+            time.sleep(0.3)
+            again = [worker.pages.get(k.group, s) for s, k in enumerated(worker, chain)]
+            assert all((a == b).all() for a, b in zip(at_rest, again, strict=True))
+            if end is signal.SIGCONT:  # what was given up did arrive: it had to be waited for
+                assert worker.holds(chain, 4 * BOUNDARY)
+        worker.store.close()
+
+
+def test_closing_with_a_transfer_in_flight_does_not_block(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    with running_daemon() as daemon:
+        worker = Worker(open_store(daemon.uri), make_domain())
+        chain = hash_chain("a", 4 * BOUNDARY)
+        worker.publish(chain, 4 * BOUNDARY)
+        _, lease = worker.lookup(chain)
+        assert lease
+        monkeypatch.setattr(Payload, "fetch", _stopped_first(daemon, Payload.fetch))
+        result = worker.read(lease, chain, 4 * BOUNDARY, timeout_s=STOPPED_TIMEOUT_S)
+        assert result.unsettled is not None
+        started = time.monotonic()
+        worker.store.close()
+        assert time.monotonic() - started < 5
+        assert not result.unsettled.settled()
+        daemon.kill()
+        assert eventually(result.unsettled.settled)
+
+
+def _stopped_first(daemon: Daemon, method: Any) -> Any:
+    """``method``, behind a SIGSTOP that has taken effect."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        daemon.send(signal.SIGSTOP)
+        os.waitid(os.P_PID, daemon.process.pid, os.WSTOPPED | os.WNOWAIT)
+        return method(*args, **kwargs)
+
+    return call
+
+
+def enumerated(worker: Worker, chain: tuple[bytes, ...]) -> list[tuple[int, Any]]:
+    """Slots and keys as ``Worker.read`` lays them out."""
+    return list(enumerate(worker.keys(chain, 4 * BOUNDARY)))

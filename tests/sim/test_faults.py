@@ -1,0 +1,426 @@
+"""Whatever the store does, and whenever a request goes away: a cache miss at worst."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from harness import BLOCK, HYBRID, Pair, SimEngine, new_uri
+from sim_faults import FAULTS, Faults, FaultyStore, Restartable
+from vllm.v1.request import RequestStatus
+
+B = BLOCK
+
+# A busy machine must not look like a slow store.
+PATIENT = {"publication_wait_s": 0.01, "load_timeout_s": 10.0, "publish_timeout_s": 10.0}
+
+ASYNC = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    """A prompt that shares no prefix with one of another seed."""
+    generator = random.Random(seed)
+    return [generator.randrange(2, 1000) for _ in range(count)]
+
+
+class Bench:
+    """Engines on one store that can be made to fail."""
+
+    def __init__(self, capacity: str = "64MiB", slow_s: float = 0.2) -> None:
+        self.where = Restartable(new_uri(capacity))
+        self.faults = Faults(slow_s=slow_s)
+        self.pair = Pair(self.where.uri)
+
+    def engine(self, *, options: dict[str, Any] | None = None, **keywords: Any) -> SimEngine:
+        """One more engine."""
+        return self.pair.engine(
+            options={**PATIENT, **(options or {})},
+            wrap=lambda _: FaultyStore(self.where, self.faults),
+            **keywords,
+        )
+
+    def always(self, *names: str) -> None:
+        """From now on exactly these faults happen, every time."""
+        self.faults.rates = dict.fromkeys(names, 1.0)
+
+    def check_idle(self) -> None:
+        """Everything was given back, on every engine and in the store."""
+        self.pair.uri = self.where.uri
+        self.pair.check_idle()
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    one = Bench()
+    yield one
+    one.pair.close()
+
+
+def step_until(engine: SimEngine, condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    """Step until something is so."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert engine.step(), "the engine went to sleep"
+        engine.check()
+        assert time.monotonic() < deadline
+
+
+# -- one fault at a time ----------------------------------------------------------------------
+
+_LOOKUP_REASONS = {
+    "lookup_raises": "unreachable",
+    "lookup_slow": "timeout",
+    "lookup_bug": "internal",
+}
+_LOAD_REASONS = {
+    "read_fails": "load_failed",
+    "read_corrupt": "corrupt",
+    "read_unsettled": "timeout",
+    "read_bug": "internal",
+}
+_PUBLISH_REASONS = {
+    "reserve_raises": "unreachable",
+    "reserve_full": "store_full",
+    "write_fails": "timeout",
+    "write_unsettled": "timeout",
+    "commit_raises": "uncommitted",
+}
+_HARMLESS = {"read_slow", "release_raises"}
+
+
+def test_every_fault_is_covered() -> None:
+    covered = {*_LOOKUP_REASONS, *_LOAD_REASONS, *_PUBLISH_REASONS, *_HARMLESS}
+    assert covered == set(FAULTS)
+
+
+@ASYNC
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+@pytest.mark.parametrize("fault", [*_LOOKUP_REASONS, *_LOAD_REASONS, *sorted(_HARMLESS)])
+def test_a_fault_while_loading(bench: Bench, fault: str, policy: str, asynchronous: bool) -> None:
+    decode = bench.engine(name="decode")
+    prefill = bench.engine(
+        name="prefill",
+        asynchronous=asynchronous,
+        policy=policy,
+        options={"lookup_timeout_s": 0.1} if fault == "lookup_slow" else {},
+    )
+    first = decode.run(tokens(3 * B + 1, 1), 2 * B)
+    deep = (len(first.history) - 1) // B * B
+    prompt = first.history + tokens(5, 2)
+    bench.always(fault)
+    second = prefill.run(prompt, 2 * B)
+    assert second.reason == "stop"
+    assert second.loaded == (deep if fault in _HARMLESS else 0)
+    if reason := _LOOKUP_REASONS.get(fault):
+        assert prefill.counters[f"lookups|{reason}"] == 1
+        assert second.params["backhaul"]["reason"] == reason
+    if reason := _LOAD_REASONS.get(fault):
+        assert prefill.counters["lookups|hit"] >= 1
+        assert prefill.counters[f"load_failures|{reason}"] >= 1
+        assert second.params["backhaul"]["reason"] == reason
+    bench.always()
+    third = bench.engine(name="later").run(second.history + tokens(2, 3), 3)
+    assert third.loaded == (len(second.history) - 1) // B * B, "all is well again"
+    bench.check_idle()
+
+
+@ASYNC
+@pytest.mark.parametrize("fault", _PUBLISH_REASONS)
+def test_a_fault_while_publishing(bench: Bench, fault: str, asynchronous: bool) -> None:
+    decode = bench.engine(name="decode", asynchronous=asynchronous)
+    bench.always(fault)
+    first = decode.run(tokens(3 * B + 1, 1), 3 * B, u_end=2 * B + 1)
+    assert decode.counters[f"publication_failures|{_PUBLISH_REASONS[fault]}"] >= 2
+    assert not any(name.startswith("publications|") for name in decode.counters)
+    bench.always()
+    second = decode.run(first.history + tokens(5, 2), 2 * B)
+    third = bench.engine(name="prefill").run(second.history + tokens(5, 2), 3)
+    assert third.loaded == (len(second.history) - 1) // B * B, "all is well again"
+    bench.check_idle()
+
+
+def test_a_failed_load_falls_back_to_the_local_hit_and_is_not_tried_again(bench: Bench) -> None:
+    decode, prefill = bench.engine(name="decode"), bench.engine(name="prefill", role="kv_consumer")
+    first = decode.run(tokens(3 * B + 1, 1), 3 * B)
+    prefill.run(first.prompt, 1, stops=False)
+    bench.always("read_fails")
+    second = prefill.run(first.history + tokens(5, 2), 3)
+    assert (second.resumed, second.loaded) == (3 * B, 0)
+    assert prefill.counters["load_failures|load_failed"] == 1
+    bench.check_idle()
+
+
+def test_a_failed_load_falls_back_to_the_next_deepest_checkpoint(bench: Bench) -> None:
+    decode, prefill = bench.engine(name="decode"), bench.engine(name="prefill")
+    first = decode.run(tokens(4 * B + 6, 1), 3 * B, u_end=2 * B + 3)
+    bench.faults.rates = {"read_fails": 1.0}
+    name = prefill.submit(first.history + tokens(5, 2), 3)
+    step_until(prefill, lambda: bench.faults.happened["read_fails"] == 1)
+    bench.always()
+    prefill.drain()
+    assert prefill.finished[name].loaded == 4 * B, "P_end, since D_end failed"
+    bench.check_idle()
+
+
+@ASYNC
+def test_pages_of_a_load_that_goes_on_are_not_reused(bench: Bench, asynchronous: bool) -> None:
+    decode = bench.engine(name="decode")
+    prefill = bench.engine(
+        name="prefill", asynchronous=asynchronous, late=asynchronous, num_blocks=40
+    )
+    first = decode.run(tokens(3 * B + 1, 1), 3 * B)
+    bench.always("read_unsettled")
+    names = [prefill.submit(first.history + tokens(5, seed), 3 * B) for seed in range(4)]
+    for _ in range(200):
+        prefill.step()
+        prefill.check()
+    bench.always()
+    prefill.drain()
+    assert {prefill.finished[name].reason for name in names} == {"stop"}
+    assert prefill.counters["load_failures|timeout"] >= 1
+    bench.check_idle()
+
+
+@ASYNC
+def test_a_restarted_store(bench: Bench, asynchronous: bool) -> None:
+    decode = bench.engine(name="decode", asynchronous=asynchronous)
+    prefill = bench.engine(name="prefill", asynchronous=asynchronous)
+    history = decode.run(tokens(3 * B + 1, 1), 3 * B).history
+    bench.where.restart()
+    assert prefill.run(history + tokens(5, 2), 3).loaded == 0
+    # While a request decodes, what it has sent ahead gets lost.
+    name = decode.submit(tokens(2 * B, 5), 6 * B)
+    step_until(decode, lambda: decode.counters["publish_bytes|"] > 0 and len(decode.live) == 1)
+    for _ in range(3 * B):
+        decode.step()
+    bench.where.restart()
+    decode.drain()
+    # While a lookup's answer waits, its lease gets lost.
+    later = decode.run(decode.finished[name].history + tokens(3, 1), 2 * B)
+    bench.always("read_slow")
+    other = prefill.submit(later.history + tokens(5, 2), 3)
+    step_until(prefill, lambda: bench.faults.happened["read_slow"] == 1)
+    bench.where.restart()
+    prefill.drain()
+    assert prefill.finished[other].loaded == 0
+    assert prefill.counters["load_failures|lease_expired"] == 1
+    bench.check_idle()
+
+
+def test_a_store_that_is_too_small() -> None:
+    bench = Bench(capacity="16KiB")
+    decode, prefill = bench.engine(name="decode"), bench.engine(name="prefill")
+    for seed in range(12):
+        first = decode.run(tokens(3 * B + seed, seed), 3 * B)
+        prefill.run(first.history + tokens(5, seed), B)
+    huge = decode.run(tokens(60 * B, 99), 2 * B)
+    assert decode.counters["publication_failures|store_full"] >= 1
+    assert prefill.run(huge.history, 3).loaded == 0
+    bench.check_idle()
+    bench.pair.close()
+
+
+@ASYNC
+def test_decode_never_waits_for_the_store(asynchronous: bool) -> None:
+    bench = Bench(slow_s=1.5)
+    engine = bench.engine(asynchronous=asynchronous)
+    history = engine.run(tokens(3 * B, 1), B).history
+    bench.always("lookup_slow", "read_slow", "write_unsettled")
+    engine.submit(tokens(3 * B, 5), 60)
+    engine.submit(history + tokens(9, 1), 60)
+    slowest = 0.0
+    while engine.live:
+        started = time.monotonic()
+        engine.step()
+        slowest = max(slowest, time.monotonic() - started)
+        engine.check()
+    assert slowest < 1.0, f"a step took {slowest:.2f} s"
+    bench.always()
+    bench.check_idle()
+    bench.pair.close()
+
+
+@ASYNC
+@pytest.mark.parametrize("fraction", [0.0, 0.05])
+def test_no_room_for_pins(bench: Bench, fraction: float, asynchronous: bool) -> None:
+    decode = bench.engine(asynchronous=asynchronous, options={"max_pinned_fraction": fraction})
+    history = tokens(9 * B, 1)
+    for turn in range(3):
+        history = decode.run(history, 3 * B).history + tokens(5, turn)
+    assert decode.counters["publication_failures|pin_limit"] >= 1
+    bench.check_idle()
+
+
+# -- requests that go away --------------------------------------------------------------------
+
+
+def _waiting(bench: Bench, engine: SimEngine, history: list[int]) -> str:
+    engine.submit(tokens(B, 3), 40)
+    engine.submit(tokens(B, 4), 40)
+    name = engine.submit(history, 20)
+    for _ in range(4):
+        engine.step()
+    assert engine.status(name) is RequestStatus.WAITING
+    return name
+
+
+def _looking_up(bench: Bench, engine: SimEngine, history: list[int]) -> str:
+    bench.always("lookup_slow")
+    bench.faults.slow_s = 0.02
+    name = engine.submit(history, 20)
+    step_until(engine, lambda: bench.faults.happened["lookup_slow"] == 1)
+    return name
+
+
+def _loading(bench: Bench, engine: SimEngine, history: list[int]) -> str:
+    bench.always("read_slow")
+    name = engine.submit(history, 20)
+    step_until(engine, lambda: engine.status(name) is RequestStatus.WAITING_FOR_REMOTE_KVS)
+    return name
+
+
+def _loading_in_vain(bench: Bench, engine: SimEngine, history: list[int]) -> str:
+    name = _loading(bench, engine, history)
+    bench.always("read_slow", "read_unsettled")
+    return name
+
+
+def _loaded(bench: Bench, engine: SimEngine, history: list[int]) -> str:
+    name = _loading(bench, engine, history)
+    received = engine.scheduler.finished_recving_kv_req_ids
+    step_until(engine, lambda: name in received)
+    return name
+
+
+def _prefilling(bench: Bench, engine: SimEngine, history: list[int]) -> str:
+    name = engine.submit(tokens(80, 5), 20)
+    step_until(engine, lambda: engine.requests[name].num_computed_tokens > 16)
+    assert engine.requests[name].is_prefill_chunk
+    return name
+
+
+def _decoding(bench: Bench, engine: SimEngine, history: list[int]) -> str:
+    name = engine.submit(history, 40)
+    step_until(engine, lambda: engine.requests[name].num_output_tokens > 2 * B)
+    return name
+
+
+def _publishing(bench: Bench, engine: SimEngine, history: list[int]) -> str:
+    bench.always("write_unsettled")
+    return _decoding(bench, engine, history)
+
+
+def _about_to_finish(bench: Bench, engine: SimEngine, history: list[int]) -> str:
+    name = engine.submit(history, 2 * B)
+    step_until(engine, lambda: engine.requests[name].num_output_tokens == 2 * B - 1)
+    return name
+
+
+def _finished(bench: Bench, engine: SimEngine, history: list[int]) -> str:
+    name = engine.submit(history, 2 * B)
+    step_until(engine, lambda: name in engine.finished)
+    return name
+
+
+@ASYNC
+@pytest.mark.parametrize("publish_on", [["stop"], ["stop", "length", "abort"]], ids=["stop", "all"])
+@pytest.mark.parametrize(
+    "state",
+    [
+        _waiting,
+        _looking_up,
+        _loading,
+        _loading_in_vain,
+        _loaded,
+        _prefilling,
+        _decoding,
+        _publishing,
+        _about_to_finish,
+        _finished,
+    ],
+    ids=lambda state: state.__name__[1:],
+)
+def test_an_abort(
+    bench: Bench, state: Callable[..., str], publish_on: list[str], asynchronous: bool
+) -> None:
+    options = {"publish_on": publish_on}
+    decode = bench.engine(name="decode")
+    engine = bench.engine(
+        name="prefill",
+        asynchronous=asynchronous,
+        late=asynchronous,
+        max_requests=2,
+        budget=24,
+        options=options,
+    )
+    history = decode.run(tokens(3 * B + 1, 1), 2 * B).history + tokens(5, 2)
+    name = state(bench, engine, history)
+    engine.abort(name)
+    for _ in range(3):
+        engine.step()
+        engine.check()
+    bench.always()
+    engine.drain()
+    again = engine.run(history + tokens(B, 7), 5)
+    assert again.reason == "stop"
+    bench.check_idle()
+
+
+@ASYNC
+@pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
+def test_preemption(bench: Bench, asynchronous: bool, late: bool) -> None:
+    engine = bench.engine(
+        asynchronous=asynchronous, late=late, num_blocks=30, max_tokens=136, groups=HYBRID[:2]
+    )
+    decode = bench.engine(name="decode", groups=HYBRID[:2])
+    history = decode.run(tokens(2 * B, 1), 2 * B).history
+    for seed in range(4):
+        engine.submit(tokens(2 * B + seed, seed), 60)
+    engine.submit(history + tokens(3, 3), 60)
+    while engine.live:
+        engine.step()
+        engine.check()
+    preempted = sum(request.num_preemptions for request in engine.requests.values())
+    assert preempted, "the pool is too small for all of them"
+    bench.check_idle()
+
+
+def test_a_cache_reset_gives_pins_back(bench: Bench) -> None:
+    engine = bench.engine()
+    name = engine.submit(tokens(2 * B, 1), 60)
+    step_until(engine, lambda: engine.requests[name].num_output_tokens > 2 * B)
+    assert engine.gauges()["pins"]
+    engine.scheduler.reset_prefix_cache(reset_connector=True)
+    assert not engine.gauges()["pins"]
+    engine.drain()
+    bench.check_idle()
+
+
+@ASYNC
+def test_a_thousand_short_requests_leave_nothing_behind(bench: Bench, asynchronous: bool) -> None:
+    engine = bench.engine(asynchronous=asynchronous, num_blocks=64, budget=128)
+    generator = random.Random(5)
+    stems = [tokens(2 * B + 3, seed) for seed in range(8)]
+    for _ in range(50):
+        names = []
+        for _ in range(20):
+            prompt = generator.choice(stems) + tokens(3, generator.randrange(9))
+            names.append(engine.submit(prompt, generator.randrange(1, 5), u_end=2 * B + 1))
+        for _ in range(3):
+            engine.step()
+        engine.abort(generator.choice(engine.live or names))
+        engine.drain()
+        engine.check()
+    assert len(engine.finished) == 1000
+    assert engine.counters["lookups|hit"] + engine.counters["lookups|unused"] >= 1
+    half = engine.backhaul._half
+    engine.check_idle()
+    assert not half._requests and not half._aborted_loads and not half._pinned
+    assert not half._catalog.pending_lookups
+    publisher, consumer = half._publisher, half._consumer
+    assert not (publisher._open or publisher._sending or publisher._outbox)
+    assert consumer is not None and not (consumer._open or consumer._outbox)
+    bench.check_idle()

@@ -1,0 +1,444 @@
+"""The store daemon as a process: what clients, orchestrators and people meet."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from index_kit import GRID, chain, keys_of, make_layout, make_record, size_of
+
+from backhaul.protocols import errors, store_pb2, store_pb2_grpc
+from backhaul.protocols.checkpoint import ObjectKey
+from backhaul.protocols.errors import BackhaulError, ConfigError
+from backhaul.transfer.daemon import pool as pool_module
+from backhaul.transfer.daemon.catalog import STATUS_CODES, status_code
+from backhaul.transfer.daemon.pool import Pool
+from backhaul.transfer.daemon.ports import listen_on
+from backhaul.transfer.daemon.settings import (
+    Address,
+    DaemonSettings,
+    format_bytes,
+    parse_address,
+    parse_bytes,
+)
+from backhaul.transfer.entries import NotKnown
+
+START_TIMEOUT_S = 120
+"""Importing NIXL takes seconds, and far more on a machine that is busy otherwise."""
+
+
+@dataclass
+class Daemon:
+    """A running daemon and where it listens."""
+
+    process: subprocess.Popen[str]
+    ready_line: str
+    grpc: str
+    http: str
+
+    def stop(self, number: int = signal.SIGTERM) -> tuple[int, str]:
+        """(exit code, standard error)."""
+        self.process.send_signal(number)
+        _, stderr = self.process.communicate(timeout=60)
+        return self.process.returncode, stderr
+
+
+def command(*options: str) -> list[str]:
+    return [sys.executable, "-m", "backhaul.deploy.cli", "store", *options]
+
+
+def start(*options: str) -> Daemon:
+    process = subprocess.Popen(
+        command("--listen=127.0.0.1:0", "--http=127.0.0.1:0", "--capacity=4MiB", *options),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    killer = threading.Timer(START_TIMEOUT_S, process.kill)
+    killer.start()
+    assert process.stdout is not None and process.stderr is not None
+    line = process.stdout.readline()
+    killer.cancel()
+    match = re.search(r"grpc (\S+), .*http (\S+),", line)
+    if match is None:
+        process.kill()
+        pytest.fail(f"no ready line but {line!r}; {process.stderr.read()}")
+    return Daemon(process, line, match[1], match[2])
+
+
+def run_to_its_end(*options: str) -> tuple[int, str, str]:
+    done = subprocess.run(
+        command(*options), capture_output=True, text=True, timeout=START_TIMEOUT_S, check=False
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Daemon]:
+    daemon = start("--log-level=warning")
+    yield daemon
+    if daemon.process.poll() is None:
+        daemon.process.kill()
+        daemon.process.communicate()
+
+
+@pytest.fixture
+def channel(daemon: Daemon) -> Iterator[grpc.Channel]:
+    with grpc.insecure_channel(daemon.grpc) as channel:
+        yield channel
+
+
+@pytest.fixture
+def catalog(channel: grpc.Channel) -> Any:
+    return store_pb2_grpc.CatalogStub(channel)  # type: ignore[no-untyped-call]
+
+
+LAYOUT = make_layout()
+
+
+def wire_key(key: ObjectKey) -> store_pb2.Key:
+    return store_pb2.Key(rank=key.rank, group=key.group, block_hash=key.block_hash)
+
+
+def publish(catalog: Any, domain: str, tokens: str) -> Any:
+    wants = [
+        store_pb2.Want(key=wire_key(key), nbytes=size_of(LAYOUT, key))
+        for key in keys_of(LAYOUT, tokens)
+    ]
+    grants = catalog.Reserve(
+        store_pb2.ReserveRequest(domain_id=domain, publication_id=tokens, wants=wants)
+    ).grants
+    written = [
+        store_pb2.Written(key=want.key, token=grant.token, checksum=2**64 - 1)
+        for want, grant in zip(wants, grants, strict=True)
+        if grant.status == store_pb2.Grant.GRANTED
+    ]
+    manifest = store_pb2.Manifest(
+        boundary=len(tokens) * GRID, hashes=chain(tokens), kinds=["decode_end"], producer="engine"
+    )
+    return catalog.Commit(
+        store_pb2.CommitRequest(
+            domain_id=domain, publication_id=tokens, rank=0, written=written, manifest=manifest
+        )
+    )
+
+
+def open_domain(catalog: Any, model: str) -> str:
+    record = make_record(model, LAYOUT).canonical()
+    return str(catalog.OpenDomain(store_pb2.OpenDomainRequest(record=record)).domain_id)
+
+
+# -- the process ------------------------------------------------------------------------------
+
+
+def test_the_ready_line_stands_alone_and_says_where_and_what(daemon: Daemon) -> None:
+    assert re.fullmatch(
+        r"backhaul store ready: grpc 127\.0\.0\.1:\d+, pool 4 MiB, http 127\.0\.0\.1:\d+, "
+        r"nixl UCX, instance [0-9a-f]{16}\n",
+        daemon.ready_line,
+    )
+
+
+def test_health_is_serving(channel: grpc.Channel) -> None:
+    stub = health_pb2_grpc.HealthStub(channel)
+    for service in ("", "backhaul.v1.Catalog"):
+        reply = stub.Check(health_pb2.HealthCheckRequest(service=service))
+        assert reply.status == health_pb2.HealthCheckResponse.SERVING
+
+
+def test_reflection_lists_the_services(channel: grpc.Channel) -> None:
+    stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+    request = reflection_pb2.ServerReflectionRequest(list_services="")
+    (reply,) = stub.ServerReflectionInfo(iter([request]))
+    names = {service.name for service in reply.list_services_response.service}
+    assert {"backhaul.v1.Catalog", "grpc.health.v1.Health"} <= names
+
+
+def test_hello_describes_the_pool(catalog: Any) -> None:
+    reply = catalog.Hello(store_pb2.HelloRequest(protocol_version=1, client_name="test"))
+    assert reply.capacity_bytes == 4 << 20
+    assert reply.pool_address and reply.pool_address % 4096 == 0
+    assert reply.agent_name == f"backhaul-store-{reply.instance_id}"
+    assert len(reply.agent_metadata) > 50
+    assert (reply.publication_ttl_s, reply.lease_ttl_max_s) == (60.0, 300.0)
+
+
+def test_metrics_follow_what_clients_do(daemon: Daemon, catalog: Any) -> None:
+    def sample(name: str) -> float:
+        text = httpx.get(f"http://{daemon.http}/metrics").text
+        match = re.search(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)
+        assert match, f"{name} is not in {text}"
+        return float(match[1])
+
+    domain = open_domain(catalog, "metrics")
+    before = {
+        name: sample(name)
+        for name in ("backhaul:store_checkpoints", "backhaul:store_lookups_total")
+    }
+    assert publish(catalog, domain, "m").visible
+    catalog.Lookup(store_pb2.LookupRequest(domain_id=domain, boundary_hashes=chain("m")))
+    assert {name: sample(name) - value for name, value in before.items()} == dict.fromkeys(
+        before, 1.0
+    )
+    assert sample("backhaul:store_capacity_bytes") == 4 << 20
+    assert 0 < sample("backhaul:store_used_bytes") <= 4 << 20
+    assert sample('backhaul:store_evictions_total{reason="capacity"}') == 0
+    assert sample('backhaul:store_rpc_seconds_count{method="Lookup"}') >= 1
+    assert sample("backhaul:store_leases") >= 0 and sample("backhaul:store_publications") >= 1
+    assert httpx.get(f"http://{daemon.http}/healthz").status_code == 200
+    assert httpx.get(f"http://{daemon.http}/").status_code == 404
+
+
+@pytest.mark.parametrize(("taken", "free"), [("listen", "http"), ("http", "listen")])
+def test_a_second_daemon_on_a_taken_port_refuses(daemon: Daemon, taken: str, free: str) -> None:
+    address = daemon.grpc if taken == "listen" else daemon.http
+    code, stdout, stderr = run_to_its_end(
+        f"--{taken}={address}", f"--{free}=127.0.0.1:0", "--capacity=4MiB"
+    )
+    assert (code, stdout) == (2, "")
+    assert re.fullmatch(
+        rf"backhaul: error: cannot listen on {address}: Address already in use; .*--{taken}\n",
+        stderr,
+    )
+
+
+def test_an_interrupted_daemon_says_so_and_exits_in_order() -> None:
+    daemon = start()
+    with grpc.insecure_channel(daemon.grpc) as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
+        daemon.process.send_signal(signal.SIGTERM)
+        assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        watch.cancel()
+    stdout, stderr = daemon.process.communicate(timeout=60)
+    assert (daemon.process.returncode, stdout) == (0, "")
+    assert "Traceback" not in stderr and "stopping" in stderr
+
+
+# -- calls ------------------------------------------------------------------------------------
+
+
+def test_publish_lookup_locate_release_over_the_wire(catalog: Any) -> None:
+    domain = open_domain(catalog, "round trip")
+    assert publish(catalog, domain, "ab").visible
+    reply = catalog.Lookup(
+        store_pb2.LookupRequest(domain_id=domain, boundary_hashes=chain("abc"), lease_s=5.0)
+    )
+    (match,) = reply.matches
+    assert (match.boundary, list(match.kinds), match.consumable) == (2 * GRID, ["decode_end"], True)
+    assert (match.reason, match.producer, reply.waited_s) == ("", "engine", 0.0)
+    keys = [wire_key(key) for key in keys_of(LAYOUT, "ab")]
+    request = store_pb2.LocateRequest(lease_id=reply.lease_id, keys=keys)
+    assert {place.checksum for place in catalog.Locate(request).locations} == {2**64 - 1}
+    catalog.RenewLease(store_pb2.RenewLeaseRequest(lease_id=reply.lease_id, lease_s=9.0))
+    (info,) = catalog.ListCheckpoints(
+        store_pb2.ListCheckpointsRequest(domain_id=domain)
+    ).checkpoints
+    assert (info.boundary, info.leases, info.block_hash) == (2 * GRID, 1, chain("ab")[-1])
+    catalog.ReleaseLease(store_pb2.ReleaseLeaseRequest(lease_ids=[reply.lease_id]))
+    with pytest.raises(grpc.RpcError) as caught:
+        catalog.Locate(request)
+    error: Any = caught.value
+    assert error.code() is grpc.StatusCode.NOT_FOUND
+    catalog.Abandon(store_pb2.AbandonRequest(publication_id="ab"))
+    unknown = catalog.KeepAlive(store_pb2.KeepAliveRequest(publication_ids=["ab"])).unknown
+    assert list(unknown) == ["ab"]
+    assert catalog.Stats(store_pb2.StatsRequest()).counters["commits"] >= 1
+
+
+def test_a_lookup_waits_for_what_was_announced_and_wakes_with_its_commit(catalog: Any) -> None:
+    domain = open_domain(catalog, "waiting")
+    publish(catalog, domain, "w")
+    catalog.Announce(
+        store_pb2.AnnounceRequest(
+            domain_id=domain, boundary=3 * GRID, block_hash=chain("wxy")[-1], ttl_s=30.0
+        )
+    )
+    request = store_pb2.LookupRequest(
+        domain_id=domain, boundary_hashes=chain("wxyz"), lease_s=5.0, wait_s=25.0
+    )
+    pending = catalog.Lookup.future(request)
+    time.sleep(0.3)
+    assert not pending.done()
+    assert publish(catalog, domain, "wxy").visible
+    reply = pending.result(timeout=20)
+    assert [match.boundary for match in reply.matches] == [3 * GRID, GRID]
+    assert 0.2 < reply.waited_s < 20
+
+
+def test_a_lookup_waits_no_longer_than_the_announcement_lasts(catalog: Any) -> None:
+    domain = open_domain(catalog, "announced in vain")
+    catalog.Announce(
+        store_pb2.AnnounceRequest(
+            domain_id=domain, boundary=GRID, block_hash=chain("v")[-1], ttl_s=0.2
+        )
+    )
+    reply = catalog.Lookup(
+        store_pb2.LookupRequest(domain_id=domain, boundary_hashes=chain("v"), wait_s=25.0)
+    )
+    assert 0.15 < reply.waited_s < 20
+    assert not reply.matches
+
+
+def test_a_message_of_several_mebibytes_is_taken(catalog: Any) -> None:
+    domain = open_domain(catalog, "long prompt")
+    hashes = [bytes([n % 256]) * 32 for n in range(200_000)]
+    reply = catalog.Lookup(store_pb2.LookupRequest(domain_id=domain, boundary_hashes=hashes))
+    assert not reply.matches
+
+
+@pytest.mark.parametrize(
+    ("method", "request_", "code", "words"),
+    [
+        ("Hello", store_pb2.HelloRequest(protocol_version=2), "FAILED_PRECONDITION", "protocol 2"),
+        ("OpenDomain", store_pb2.OpenDomainRequest(record=b"{"), "INVALID_ARGUMENT", "malformed"),
+        ("Lookup", store_pb2.LookupRequest(domain_id="x"), "NOT_FOUND", "domain 'x' is unknown"),
+        ("Locate", store_pb2.LocateRequest(lease_id="x"), "NOT_FOUND", "lease 'x' is unknown"),
+        (
+            "Commit",
+            store_pb2.CommitRequest(manifest=store_pb2.Manifest(kinds=["whole_end"])),
+            "INVALID_ARGUMENT",
+            "valid are prompt_end, input_end, decode_end, shared_prefix",
+        ),
+    ],
+)
+def test_refusals_have_a_code_and_say_why(
+    catalog: Any, method: str, request_: Any, code: str, words: str
+) -> None:
+    with pytest.raises(grpc.RpcError) as caught:
+        getattr(catalog, method)(request_)
+    error: Any = caught.value
+    assert error.code().name == code
+    assert words in error.details()
+
+
+def test_every_error_of_ours_has_a_code_and_none_hides_another() -> None:
+    ours = [
+        value
+        for value in vars(errors).values()
+        if isinstance(value, type) and issubclass(value, BackhaulError)
+    ]
+    assert len(ours) >= 6
+    for kind in ours:
+        assert status_code(kind("text")) is not None
+    assert status_code(NotKnown("text")) is grpc.StatusCode.NOT_FOUND
+    kinds = [kind for kind, _ in STATUS_CODES]
+    for position, kind in enumerate(kinds):
+        assert not any(issubclass(kind, earlier) for earlier in kinds[:position])
+
+
+# -- what the user got wrong ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--capacity=5"], "capacity is 5 bytes: at least 1 MiB is needed"),
+        (["--capacity=8Gold"], "size '8Gold' is unreadable: write e.g. 512MiB"),
+        (["--listen=7400"], "address '7400' is unreadable: write host:port"),
+        (["--lease-max=0"], "lease_max_s is 0.0"),
+    ],
+)
+def test_a_wrong_option_is_one_line_and_exit_code_2(options: list[str], words: str) -> None:
+    code, stdout, stderr = run_to_its_end(*options)
+    assert (code, stdout) == (2, "")
+    assert stderr.startswith("backhaul: error: ") and stderr.count("\n") == 1
+    assert words in stderr
+
+
+def test_a_host_that_is_not_ours_is_named() -> None:
+    with pytest.raises(
+        ConfigError, match=r"cannot listen on 192\.0\.2\.1:0: Cannot assign.*give another --listen"
+    ):
+        listen_on(Address("192.0.2.1", 0), "--listen")
+
+
+def test_more_than_the_available_memory_is_refused_in_one_line() -> None:
+    code, stdout, stderr = run_to_its_end(
+        "--capacity=900TiB", "--listen=127.0.0.1:0", "--http=127.0.0.1:0"
+    )
+    assert (code, stdout) == (2, "")
+    assert re.fullmatch(r"backhaul: error: capacity of 900 TiB exceeds the .* --capacity\n", stderr)
+
+
+def test_a_cgroup_limit_counts_as_available_memory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    limit, usage = tmp_path / "memory.max", tmp_path / "memory.current"
+    usage.write_text("1000000\n")
+    monkeypatch.setattr(pool_module, "_CGROUP_FILES", ((limit, usage),))
+    without = pool_module.available_bytes()
+    limit.write_text("max\n")
+    assert pool_module.available_bytes() > 3_000_000
+    limit.write_text("3000000\n")
+    assert pool_module.available_bytes() == 2_000_000 < without
+    with pytest.raises(ConfigError, match=r"exceeds the 1\.9 MiB of memory"):
+        Pool(4 << 20, instance_id="test", prefault=False)
+
+
+def test_a_mapping_that_fails_is_a_configuration_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "available_bytes", lambda: 1 << 62)
+    with pytest.raises(ConfigError, match="cannot map a pool of"):
+        Pool(1 << 60, instance_id="test", prefault=False)
+
+
+def test_a_missing_nixl_is_a_configuration_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nixl", None)
+    with pytest.raises(ConfigError, match=r"NIXL cannot be imported .*pip install nixl"):
+        Pool(1 << 20, instance_id="test", prefault=False)
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("1048576", 1 << 20),
+        ("512MiB", 512 << 20),
+        ("8GiB", 8 << 30),
+        ("8 GiB", 8 << 30),
+        ("8g", 8 << 30),
+        ("1.5KiB", 1536),
+        ("2T", 2 << 40),
+        ("7B", 7),
+    ],
+)
+def test_sizes_are_read(text: str, nbytes: int) -> None:
+    assert parse_bytes(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "1e9", "5 parsecs", "8GB8", "0x10"])
+def test_unreadable_sizes_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="is unreadable"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize("nbytes", [1, 1023, 1024, 4 << 20, 3 << 29, 7 << 40])
+def test_a_size_that_was_written_can_be_read_again(nbytes: int) -> None:
+    written = format_bytes(nbytes).replace("bytes", "B")
+    assert parse_bytes(written) == nbytes
+
+
+def test_addresses_are_read_and_written() -> None:
+    assert parse_address("127.0.0.1:7400") == Address("127.0.0.1", 7400)
+    assert parse_address("[::1]:0") == Address("::1", 0)
+    assert str(Address("::1", 7400)) == "[::1]:7400"
+    for text in ("", "host", ":7400", "host:", "host:x", "host:65536"):
+        with pytest.raises(ConfigError, match="is unreadable"):
+            parse_address(text)
+
+
+def test_settings_have_the_documented_defaults() -> None:
+    settings = DaemonSettings()
+    assert (str(settings.listen), str(settings.http)) == ("127.0.0.1:7400", "127.0.0.1:7401")
+    assert settings.capacity_bytes == 4 << 30

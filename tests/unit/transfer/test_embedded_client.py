@@ -1,0 +1,348 @@
+"""The embedded client against a fake catalog: faults that a real daemon does not produce."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from typing import Any
+
+import grpc
+import pytest
+
+from backhaul.protocols import store_pb2, store_pb2_grpc
+from backhaul.protocols.checkpoint import DomainId, LeaseId, ObjectKey, PublicationId
+from backhaul.protocols.domain import DomainRecord
+from backhaul.protocols.errors import (
+    ConfigError,
+    StoreError,
+    StoreFull,
+    StoreRejected,
+    StoreUnavailable,
+)
+from backhaul.protocols.layout import CacheLayout, GroupKind, GroupLayout
+from backhaul.transfer.backends.embedded import EmbeddedStore
+from backhaul.transfer.backends.rpc import BACKOFF_S, ERRORS, Breaker, StoreTimeout
+from backhaul.transfer.daemon.catalog import STATUS_CODES
+from backhaul.transfer.registry import open_store
+
+RECORD = DomainRecord(
+    model="m",
+    weights="w",
+    layout=CacheLayout(
+        groups=(GroupLayout(index=0, kind=GroupKind.FULL, block_tokens=16),), hash_tokens=16
+    ),
+    hash_function="sha256",
+    hash_probe="00",
+    kv_dtype="bfloat16",
+    platform="cpu",
+    vllm="0.32",
+)
+
+
+class FakeCatalog(store_pb2_grpc.CatalogServicer):  # type: ignore[misc]
+    """Answers what it is told to, and notes what it was asked."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.instance_id = "first"
+        self.domains: set[str] = set()
+        self.fail: dict[str, grpc.StatusCode] = {}
+        self.hang = threading.Event()
+        self.hang.set()
+
+    def _enter(self, name: str, context: Any) -> None:
+        self.calls.append(name)
+        if name in self.fail:
+            context.abort(self.fail[name], "as told\nwith a second line")
+        self.hang.wait(10)
+
+    def _know(self, domain_id: str, context: Any) -> None:
+        if domain_id not in self.domains:
+            context.abort(grpc.StatusCode.NOT_FOUND, "unknown domain")
+
+    def restart(self, instance_id: str) -> None:
+        self.instance_id, self.domains = instance_id, set()
+
+    def Hello(self, request: Any, context: Any) -> Any:
+        self._enter("Hello", context)
+        return store_pb2.HelloReply(instance_id=self.instance_id)
+
+    def OpenDomain(self, request: Any, context: Any) -> Any:
+        self._enter("OpenDomain", context)
+        self.domains.add(RECORD.domain_id)
+        return store_pb2.OpenDomainReply(domain_id=RECORD.domain_id)
+
+    def Lookup(self, request: Any, context: Any) -> Any:
+        self._enter("Lookup", context)
+        self._know(request.domain_id, context)
+        self.wait_s = request.wait_s
+        match = store_pb2.Match(boundary=16, kinds=["decode_end", "of_tomorrow"], reason="new")
+        return store_pb2.LookupReply(matches=[match])
+
+    def Reserve(self, request: Any, context: Any) -> Any:
+        self._enter("Reserve", context)
+        self._know(request.domain_id, context)
+        granted = store_pb2.Grant(status=store_pb2.Grant.GRANTED, offset=64, token=5)
+        return store_pb2.ReserveReply(grants=[granted for _ in request.wants])
+
+    def Stats(self, request: Any, context: Any) -> Any:
+        self._enter("Stats", context)
+        return store_pb2.StatsReply(instance_id=self.instance_id)
+
+
+@pytest.fixture
+def catalog() -> FakeCatalog:
+    return FakeCatalog()
+
+
+@pytest.fixture
+def store(catalog: FakeCatalog) -> Iterator[EmbeddedStore]:
+    server = grpc.server(futures.ThreadPoolExecutor(4))
+    store_pb2_grpc.add_CatalogServicer_to_server(catalog, server)  # type: ignore[no-untyped-call]
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    client = EmbeddedStore(f"127.0.0.1:{port}", client_name="unit")
+    yield client
+    client.close()
+    catalog.hang.set()
+    server.stop(0).wait(10)
+
+
+def lookup(store: EmbeddedStore, timeout_s: float = 5.0) -> Any:
+    return store.lookup(RECORD.domain_id, [b"h"], wait_s=60, timeout_s=timeout_s)
+
+
+class TestErrors:
+    def test_the_map_is_total(self) -> None:
+        assert set(ERRORS) == set(grpc.StatusCode) - {grpc.StatusCode.OK}
+
+    def test_it_undoes_the_daemons(self) -> None:
+        """What the index raises arrives as the same kind, but for bugs and versions."""
+        for kind, code in STATUS_CODES:
+            if issubclass(kind, StoreError):
+                assert issubclass(kind, ERRORS[code]), (kind, code)
+
+    @pytest.mark.parametrize(
+        ("code", "kind"),
+        [
+            (grpc.StatusCode.RESOURCE_EXHAUSTED, StoreFull),
+            (grpc.StatusCode.INVALID_ARGUMENT, StoreRejected),
+            (grpc.StatusCode.INTERNAL, StoreUnavailable),
+            (grpc.StatusCode.FAILED_PRECONDITION, StoreRejected),
+        ],
+    )
+    def test_one_line_with_the_method(
+        self,
+        store: EmbeddedStore,
+        catalog: FakeCatalog,
+        code: grpc.StatusCode,
+        kind: type[StoreError],
+    ) -> None:
+        catalog.fail["Stats"] = code
+        with pytest.raises(kind, match=r"^127\.0\.0\.1:\d+: Stats: as told$"):
+            store.stats(timeout_s=5)
+
+    def test_nobody_listens(self) -> None:
+        store = EmbeddedStore("127.0.0.1:1")
+        with pytest.raises(StoreUnavailable):
+            store.stats(timeout_s=5)
+        store.close()
+        with pytest.raises(StoreUnavailable, match="closed"):
+            store.stats(timeout_s=5)
+
+
+class TestSession:
+    def test_hello_once(self, store: EmbeddedStore, catalog: FakeCatalog) -> None:
+        for _ in range(3):
+            store.stats(timeout_s=5)
+        assert catalog.calls == ["Hello", "Stats", "Stats", "Stats"]
+
+    def test_a_restarted_store_learns_its_domains(
+        self, store: EmbeddedStore, catalog: FakeCatalog
+    ) -> None:
+        store.open_domain(RECORD, timeout_s=5)
+        lookup(store)
+        catalog.restart("second")
+        catalog.calls.clear()
+        lookup(store)
+        assert catalog.calls == ["Lookup", "Hello", "OpenDomain", "Lookup"]
+
+    def test_a_domain_that_nobody_opened_is_refused(
+        self, store: EmbeddedStore, catalog: FakeCatalog
+    ) -> None:
+        with pytest.raises(StoreRejected):
+            store.lookup(DomainId("0" * 16), [], timeout_s=5)
+        assert catalog.calls == ["Hello", "Lookup"]
+
+    def test_a_domain_is_remembered_where_opening_failed(
+        self, store: EmbeddedStore, catalog: FakeCatalog
+    ) -> None:
+        catalog.fail["OpenDomain"] = grpc.StatusCode.UNAVAILABLE
+        with pytest.raises(StoreUnavailable):
+            store.open_domain(RECORD, timeout_s=5)
+        catalog.fail.clear()
+        lookup(store)
+
+    def test_a_grant_is_bound_to_one_life_of_the_store(
+        self, store: EmbeddedStore, catalog: FakeCatalog
+    ) -> None:
+        store.open_domain(RECORD, timeout_s=5)
+        want = (ObjectKey(0, 0, b"h"), 10)
+        (first,) = store.reserve(RECORD.domain_id, PublicationId("p"), [want], timeout_s=5)
+        catalog.restart("second")
+        (second,) = store.reserve(RECORD.domain_id, PublicationId("p"), [want], timeout_s=5)
+        assert first == second  # nothing in the numbers tells them apart
+        assert vars(first) != vars(second)
+
+    def test_a_lookup_leaves_time_for_the_answer(
+        self, store: EmbeddedStore, catalog: FakeCatalog
+    ) -> None:
+        store.open_domain(RECORD, timeout_s=5)
+        answer = lookup(store, timeout_s=2.0)
+        assert catalog.wait_s == pytest.approx(1.6)
+        (match,) = answer.matches  # values of a newer daemon do no harm
+        assert [kind.value for kind in match.kinds] == ["decode_end"]
+        assert match.reason == "internal"
+
+    def test_empty_requests_are_not_sent(self, store: EmbeddedStore, catalog: FakeCatalog) -> None:
+        store.release([], timeout_s=5)
+        store.keep_alive([], timeout_s=5)
+        assert catalog.calls == []
+
+
+class TestHungStore:
+    def test_costs_one_deadline_then_nothing(
+        self, store: EmbeddedStore, catalog: FakeCatalog
+    ) -> None:
+        store.stats(timeout_s=5)
+        catalog.hang.clear()
+        with pytest.raises(StoreTimeout):
+            store.stats(timeout_s=0.2)
+        started = time.monotonic()
+        with pytest.raises(StoreTimeout, match="next attempt in"):
+            store.release([LeaseId("x")], timeout_s=5)
+        assert time.monotonic() - started < 0.15
+        catalog.hang.set()
+        deadline = time.monotonic() + 10
+        while True:
+            try:
+                store.stats(timeout_s=5)
+                break
+            except StoreTimeout:
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+
+    def test_a_hasty_call_does_not_trip(self, store: EmbeddedStore, catalog: FakeCatalog) -> None:
+        store.stats(timeout_s=5)
+        catalog.hang.clear()
+        with pytest.raises(StoreTimeout):
+            store.stats(timeout_s=0.01)
+        catalog.hang.set()
+        store.stats(timeout_s=5)
+
+
+class TestBreaker:
+    @pytest.fixture
+    def clock(self) -> list[float]:
+        return [100.0]
+
+    @pytest.fixture
+    def breaker(self, clock: list[float]) -> Breaker:
+        return Breaker(clock=lambda: clock[0])
+
+    def trip(self, breaker: Breaker, clock: list[float]) -> None:
+        breaker.enter(1.0)
+        breaker.timed_out(clock[0])
+
+    def test_backs_off_further_each_time_but_not_for_ever(
+        self, breaker: Breaker, clock: list[float]
+    ) -> None:
+        waits = []
+        for _ in range(8):
+            self.trip(breaker, clock)
+            started = clock[0]
+            while self.refuses(lambda: breaker.enter(0.0)):
+                clock[0] += 0.05
+            waits.append(clock[0] - started)
+        assert waits[0] == pytest.approx(BACKOFF_S[0], abs=0.06)
+        assert waits[1] == pytest.approx(2 * BACKOFF_S[0], abs=0.06)
+        assert waits[-1] == pytest.approx(BACKOFF_S[1], abs=0.06)
+
+    def test_one_probe_at_a_time(self, breaker: Breaker, clock: list[float]) -> None:
+        self.trip(breaker, clock)
+        clock[0] += BACKOFF_S[0]
+        breaker.enter(1.0)
+        assert self.refuses(lambda: breaker.enter(1.0))
+        breaker.succeeded()
+        breaker.enter(1.0)
+        breaker.enter(1.0)
+
+    def test_calls_that_hung_together_count_once(
+        self, breaker: Breaker, clock: list[float]
+    ) -> None:
+        for _ in range(5):
+            breaker.enter(1.0)
+        for _ in range(5):
+            breaker.timed_out(clock[0] - 1)
+        clock[0] += BACKOFF_S[0]
+        breaker.enter(1.0)
+
+    def test_a_probe_that_never_reports_is_replaced(
+        self, breaker: Breaker, clock: list[float]
+    ) -> None:
+        self.trip(breaker, clock)
+        clock[0] += BACKOFF_S[0]
+        breaker.enter(1.0)
+        clock[0] += 1.01
+        breaker.enter(1.0)
+
+    @staticmethod
+    def refuses(call: Callable[[], None]) -> bool:
+        try:
+            call()
+        except StoreTimeout:
+            return True
+        return False
+
+
+class TestRegistry:
+    @pytest.mark.parametrize(
+        "uri",
+        [
+            "",
+            "backhaul://",
+            "backhaul://host",
+            "backhaul://host:0",
+            "backhaul://host:seven",
+            "backhaul://host:7400/path",
+            "backhaul://host:7400?capacity=1MiB",
+            "http://host:7400",
+            "host:7400",
+            "inprocess://",
+            "inprocess://name?size=64MiB",
+            "inprocess://name?capacity=lots",
+            "inprocess://name:1",
+        ],
+    )
+    def test_a_bad_address_is_one_line(self, uri: str) -> None:
+        with pytest.raises(ConfigError) as caught:
+            open_store(uri)
+        assert "\n" not in str(caught.value)
+
+    def test_the_valid_forms_are_named(self) -> None:
+        with pytest.raises(ConfigError, match="backhaul://HOST:PORT, inprocess://NAME"):
+            open_store("redis://x")
+
+    def test_nothing_is_contacted(self) -> None:
+        open_store("backhaul://[::1]:7400", client_name="x").close()
+
+    def test_a_name_is_one_pool(self) -> None:
+        first = open_store("inprocess://unit?capacity=2MiB")
+        second = open_store("inprocess://unit?capacity=2MiB")
+        first.open_domain(RECORD, timeout_s=1)
+        assert second.stats(timeout_s=1).domains == 1
+        assert second.stats(timeout_s=1).capacity_bytes == 2 << 20
+        with pytest.raises(ConfigError, match="open with"):
+            open_store("inprocess://unit?capacity=4MiB")

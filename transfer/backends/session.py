@@ -1,0 +1,142 @@
+"""Which daemon a client talks to: Hello, the pool's peer, known domains, restarts."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from backhaul.protocols import store_pb2
+from backhaul.protocols.checkpoint import DomainId
+from backhaul.protocols.domain import DomainRecord
+from backhaul.protocols.errors import StoreRejected, StoreUnavailable
+from backhaul.transfer.backends.rpc import PROTOCOL_VERSION, CatalogChannel, StoreTimeout
+from backhaul.transfer.entries import NotKnown
+from backhaul.transfer.nixl_agent import NixlAgent
+
+
+class Session(NamedTuple):
+    """One life of the daemon, as it introduced itself."""
+
+    instance_id: str
+    agent_metadata: bytes
+    pool_address: int
+
+
+class SessionKeeper:
+    """Keeps the session current. Thread-safe.
+
+    ``doubt`` costs one Hello before the next call, so it is raised on any sign of a restart.
+    """
+
+    def __init__(self, channel: CatalogChannel, client_name: str) -> None:
+        self._channel = channel
+        self._client_name = client_name
+        self._lock = threading.Lock()
+        self._session: Session | None = None
+        self._doubted = False
+        self._agent: NixlAgent | None = None
+        self._peer: tuple[str, str] | None = None
+        """(instance id, NIXL's name) of the peer that is loaded into the agent."""
+        self._domains: dict[DomainId, DomainRecord] = {}
+        self._opened: dict[DomainId, str] = {}
+        """Domain -> instance id of the daemon that knows it."""
+
+    def attach(self, agent: NixlAgent) -> None:
+        """From now on sessions come with a peer."""
+        with self._lock:
+            self._agent = agent
+
+    def doubt(self, *, peer: bool = False) -> None:
+        """The daemon may be another one by now; ``peer``: and its memory cannot be reached."""
+        with self._lock:
+            self._doubted = True
+            if peer:
+                self._drop_peer()
+
+    def current(self, deadline: float) -> Session:
+        """The session, after a Hello where that is due. Raises ``StoreError``."""
+        with self._locked(deadline):
+            if self._session is None or self._doubted:
+                request = store_pb2.HelloRequest(
+                    protocol_version=PROTOCOL_VERSION, client_name=self._client_name
+                )
+                reply = self._channel.call("Hello", request, remaining(deadline))
+                self._session = Session(reply.instance_id, reply.agent_metadata, reply.pool_address)
+                self._doubted = False
+            return self._session
+
+    def peer(self, session: Session, deadline: float) -> str:
+        """NIXL's name of the session's pool. Raises ``StoreUnavailable``."""
+        with self._locked(deadline):
+            if self._agent is None:
+                raise StoreRejected("no memory is attached: call attach() before read or write")
+            if self._peer is None or self._peer[0] != session.instance_id:
+                self._drop_peer()
+                self._peer = (
+                    session.instance_id,
+                    self._agent.add_peer(session.agent_metadata),
+                )
+            return self._peer[1]
+
+    def open_domain(self, record: DomainRecord, deadline: float) -> DomainId:
+        """Make a domain known now, and remember it for every later daemon, also on failure."""
+        with self._lock:
+            self._domains[record.domain_id] = record
+        self.call("OpenDomain", store_pb2.OpenDomainRequest(record=record.canonical()), deadline)
+        return record.domain_id
+
+    def call(
+        self, method: str, request: Any, deadline: float, domain: DomainId | None = None
+    ) -> Any:
+        """Call the catalog; with ``domain``, open it first where this daemon does not know it."""
+        session = self.current(deadline)
+        if domain is not None:
+            self._ensure_open(domain, session, deadline)
+        try:
+            return self._channel.call(method, request, remaining(deadline))
+        except NotKnown:
+            self.doubt()
+            if domain is None or domain not in self._domains:
+                raise
+        except StoreUnavailable:
+            self.doubt()
+            raise
+        session = self.current(deadline)
+        with self._lock:
+            self._opened.pop(domain, None)
+        self._ensure_open(domain, session, deadline)
+        return self._channel.call(method, request, remaining(deadline))
+
+    def _ensure_open(self, domain: DomainId, session: Session, deadline: float) -> None:
+        with self._lock:
+            record = self._domains.get(domain)
+            if record is None or self._opened.get(domain) == session.instance_id:
+                return
+        request = store_pb2.OpenDomainRequest(record=record.canonical())
+        self._channel.call("OpenDomain", request, remaining(deadline))
+        with self._lock:
+            self._opened[domain] = session.instance_id
+
+    def _drop_peer(self) -> None:
+        if self._peer is not None and self._agent is not None:
+            self._agent.remove_peer(self._peer[1])
+        self._peer = None
+
+    @contextlib.contextmanager
+    def _locked(self, deadline: float) -> Iterator[None]:
+        """The lock, for as long as the deadline allows: another thread may be inside Hello."""
+        if not self._lock.acquire(timeout=remaining(deadline)):
+            raise StoreTimeout("another call still waits for the store's Hello")
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+
+def remaining(deadline: float) -> float:
+    """Seconds left to ``deadline`` (``time.monotonic``); at least a millisecond, so that a call
+    that is late fails by its own deadline."""
+    return max(deadline - time.monotonic(), 0.001)

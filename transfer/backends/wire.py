@@ -1,0 +1,115 @@
+"""Messages of store.proto <-> the types of the Store interface."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from backhaul.protocols import store_pb2
+from backhaul.protocols.checkpoint import (
+    CheckpointKind,
+    CheckpointManifest,
+    CheckpointMatch,
+    DomainId,
+    LeaseId,
+    ObjectKey,
+    Reason,
+)
+from backhaul.transfer.base import (
+    CheckpointInfo,
+    GrantStatus,
+    LookupResult,
+    StoreStats,
+    Written,
+)
+
+GRANT_STATUS = {
+    store_pb2.Grant.GRANTED: GrantStatus.GRANTED,
+    store_pb2.Grant.PRESENT: GrantStatus.PRESENT,
+    store_pb2.Grant.BUSY: GrantStatus.BUSY,
+    store_pb2.Grant.FULL: GrantStatus.FULL,
+}
+
+
+def key_message(key: ObjectKey) -> store_pb2.Key:
+    """An object's key."""
+    return store_pb2.Key(rank=key.rank, group=key.group, block_hash=key.block_hash)
+
+
+def key_of(message: store_pb2.Key) -> ObjectKey:
+    """The reverse of ``key_message``."""
+    return ObjectKey(message.rank, message.group, message.block_hash)
+
+
+def written_message(written: Written) -> store_pb2.Written:
+    """One object to commit."""
+    return store_pb2.Written(
+        key=key_message(written.key), token=written.token, checksum=written.checksum
+    )
+
+
+def manifest_message(manifest: CheckpointManifest) -> store_pb2.Manifest:
+    """What a rank commits last."""
+    return store_pb2.Manifest(
+        boundary=manifest.boundary,
+        hashes=manifest.hashes,
+        kinds=[kind.value for kind in manifest.kinds],
+        producer=manifest.producer,
+    )
+
+
+def lookup_result(reply: store_pb2.LookupReply) -> LookupResult:
+    """The answer of a lookup."""
+    matches = tuple(
+        CheckpointMatch(
+            boundary=match.boundary,
+            kinds=_kinds(match.kinds),
+            consumable=match.consumable,
+            reason=_reason(match.reason) if not match.consumable else None,
+            age_s=match.age_s,
+            producer=match.producer,
+        )
+        for match in reply.matches
+    )
+    lease = LeaseId(reply.lease_id) if reply.lease_id else None
+    return LookupResult(matches=matches, lease=lease, waited_s=reply.waited_s)
+
+
+def checkpoint_info(message: store_pb2.CheckpointInfo) -> CheckpointInfo:
+    """One line of a listing."""
+    return CheckpointInfo(
+        domain=DomainId(message.domain_id),
+        boundary=message.boundary,
+        block_hash=message.block_hash,
+        kinds=_kinds(message.kinds),
+        state_bytes=message.state_bytes,
+        attention_bytes=message.attention_bytes,
+        age_s=message.age_s,
+        idle_s=message.idle_s,
+        leases=message.leases,
+        producer=message.producer,
+    )
+
+
+def store_stats(reply: store_pb2.StatsReply) -> StoreStats:
+    """Occupancy and counters."""
+    return StoreStats(
+        instance_id=reply.instance_id,
+        capacity_bytes=reply.capacity_bytes,
+        used_bytes=reply.used_bytes,
+        objects=reply.objects,
+        checkpoints=reply.checkpoints,
+        leases=reply.leases,
+        publications=reply.publications,
+        domains=reply.domains,
+        counters=dict(reply.counters),
+    )
+
+
+def _kinds(names: Iterable[str]) -> tuple[CheckpointKind, ...]:
+    """Kinds that a newer daemon invented are left out: they are hints."""
+    known = set(CheckpointKind)
+    return tuple(CheckpointKind(name) for name in names if name in known)
+
+
+def _reason(name: str) -> Reason:
+    return Reason(name) if name in set(Reason) else Reason.INTERNAL
