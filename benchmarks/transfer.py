@@ -124,7 +124,8 @@ class Raw:
         hello = channel.call("Hello", request, TIMEOUT_S)
         channel.close()
         self._payload = Payload("raw", regions)
-        self._peer = self._payload.agent.add_peer(hello.agent_metadata)
+        self._peer = hello.agent_name
+        self._payload.agent.add_peer(hello.agent_name, hello.agent_metadata)
         self._pool_address = int(hello.pool_address)
 
     def prepare(self, segments: Sequence[Segments], offsets: Sequence[int]) -> Post:

@@ -89,6 +89,10 @@ class Consumer:
 
     def offer(self, tracked: TrackedRequest, local_tokens: int) -> Offer:
         """What to offer on top of a local hit."""
+        if tracked.offered is not None and tracked.denied:
+            # vLLM still reserves the room of the load that failed, even against this request, so
+            # it may never find blocks for another load; without one it will.
+            tracked.loads_over = True
         tracked.offered = None
         tracked.local_tokens = local_tokens
         if not self._eligible(tracked):
@@ -197,6 +201,8 @@ class Consumer:
 
     def _eligible(self, tracked: TrackedRequest) -> bool:
         request = tracked.request
+        if tracked.loads_over:
+            return False
         params = request.kv_transfer_params
         if params and params.get("do_remote_prefill"):
             return False  # another connector fetches this request's own cache

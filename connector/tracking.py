@@ -60,6 +60,7 @@ class TrackedRequest:
     decode_pin: int = 0
     preemptions: int = 0
     denied: set[int] = field(default_factory=set)
+    loads_over: bool = False
     offered: Load | None = None
     loading: Load | None = None
     loaded: Load | None = None

@@ -21,7 +21,7 @@ import contextlib
 import enum
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -144,7 +144,7 @@ class NixlAgent:
         self._lock = threading.Lock()
         self._pending: dict[str, list[PendingTransfer]] = {}
         self._removed: set[str] = set()
-        self._running = 0
+        self._running: Counter[str] = Counter()
         self._closed = False
 
     @property
@@ -167,21 +167,23 @@ class NixlAgent:
                 ) from None
             self._registered.append(descriptors)
 
-    def add_peer(self, metadata: bytes) -> str:
-        """Make a peer reachable; its name. Raises ``StoreUnavailable``, also while a given up
-        transfer with a peer of that name is still in flight."""
-        self._sweep()
-        try:
-            name = self._agent.loadRemoteMD(metadata)
-        except Exception as error:
-            raise StoreUnavailable(f"NIXL refused the store's metadata: {error}") from None
-        return name.decode() if isinstance(name, bytes) else str(name)
+    def add_peer(self, name: str, metadata: bytes) -> None:
+        """Make the agent ``name`` reachable. Raises ``StoreUnavailable``, also while a transfer
+        from before its removal is still in flight."""
+        with self._lock:
+            self._sweep()
+            if name in self._removed:
+                raise StoreUnavailable(f"transfers with {name} are still in flight")
+            try:
+                self._agent.loadRemoteMD(metadata)
+            except Exception as error:
+                raise StoreUnavailable(f"NIXL refused the store's metadata: {error}") from None
 
     def remove_peer(self, name: str) -> None:
         """Forget a peer, at once or when its last transfer has settled."""
         with self._lock:
             self._removed.add(name)
-        self._sweep()
+            self._sweep()
 
     def transfer(
         self,
@@ -198,9 +200,9 @@ class NixlAgent:
         ``before(i)`` runs ahead of post i, while earlier ones are in flight; ``after(i)`` when
         post i is done, in order."""
         with self._lock:
-            if self._closed:
-                return Ended(Outcome.FAILED, None, "the agent was closed")
-            self._running += 1
+            if self._closed or peer in self._removed:
+                return Ended(Outcome.FAILED, None, "the connection was closed")
+            self._running[peer] += 1
         flying: deque[tuple[int, _Handle]] = deque()
         detail = ""
         try:
@@ -230,10 +232,11 @@ class NixlAgent:
         give_up = time.monotonic() + CLOSE_WAIT_S
         while self._running and time.monotonic() < give_up:
             time.sleep(_PAUSE_S[1])
-        self._sweep()
-        if self._running or self._pending:
-            _KEPT.append(self)
-            return
+        with self._lock:
+            self._sweep()
+            if self._running or self._pending:
+                _KEPT.append(self)
+                return
         for descriptors in self._registered:
             with contextlib.suppress(Exception):
                 self._agent.deregisterMem(descriptors, [self._backend])
@@ -284,22 +287,23 @@ class NixlAgent:
         pending = PendingTransfer(handle for _, handle in flying)
         settled = pending.settled()
         with self._lock:
-            self._running -= 1
+            self._running[peer] -= 1
+            self._running += Counter()  # drops what is 0
             if not settled:
                 self._pending.setdefault(peer, []).append(pending)
+            self._sweep()
         return None if settled else pending
 
     def _sweep(self) -> None:
-        """Drop what has settled; carry out removals that waited for it."""
-        with self._lock:
-            for peer, pending in list(self._pending.items()):
-                self._pending[peer] = [one for one in pending if not one.settled()]
-                if not self._pending[peer]:
-                    del self._pending[peer]
-            for peer in self._removed - self._pending.keys():
-                self._removed.discard(peer)
-                with contextlib.suppress(Exception):
-                    self._agent.invalidateRemoteMD(peer)
+        """Drop what has settled; carry out removals that waited for it. Needs the lock."""
+        for peer, pending in list(self._pending.items()):
+            self._pending[peer] = [one for one in pending if not one.settled()]
+            if not self._pending[peer]:
+                del self._pending[peer]
+        for peer in self._removed - self._pending.keys() - self._running.keys():
+            self._removed.discard(peer)
+            with contextlib.suppress(Exception):
+                self._agent.invalidateRemoteMD(peer)
 
 
 _KEPT: list[Any] = []

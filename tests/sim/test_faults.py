@@ -165,6 +165,25 @@ def test_a_failed_load_falls_back_to_the_next_deepest_checkpoint(bench: Bench) -
     bench.check_idle()
 
 
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_a_failed_load_in_a_pool_that_holds_the_request_only_once(
+    bench: Bench, policy: str
+) -> None:
+    # vLLM keeps the room that a failed load's request still needs reserved, against itself too,
+    # so that a second load may never get blocks; without a load there is no such limit.
+    decode = bench.engine(name="decode", groups=HYBRID[:2])
+    first = decode.run(tokens(12 * B + 6, 1), 3 * B, u_end=10 * B + 3)
+    bench.always("read_fails")
+    small = {"num_blocks": 24, "max_tokens": 20 * B, "groups": HYBRID[:2]}
+    prefill = bench.engine(name="prefill", policy=policy, **small)
+    name = prefill.submit(first.history + tokens(5, 2), 3)
+    step_until(prefill, lambda: bench.faults.happened["read_fails"] == 1)
+    bench.always()
+    step_until(prefill, lambda: name in prefill.finished, seconds=5.0)
+    prefill.drain()
+    bench.check_idle()
+
+
 @ASYNC
 def test_pages_of_a_load_that_goes_on_are_not_reused(bench: Bench, asynchronous: bool) -> None:
     decode = bench.engine(name="decode")

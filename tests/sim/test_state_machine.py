@@ -57,7 +57,7 @@ def draw_shape(r: random.Random) -> Shape:
             "publish_on": r.choice([["stop"], ["stop", "length"], ["stop", "length", "abort"]]),
             "stream_ahead": r.random() < 0.7,
             "max_pinned_fraction": r.choice([0.5, 0.5, 0.1]),
-            "lookup_timeout_s": 0.05,
+            "lookup_timeout_s": r.choice([0.05, 1.0, 1.0]),
             "publication_wait_s": r.choice([0, 0.01]),
             "load_timeout_s": 1.0,
             "publish_timeout_s": 1.0,
@@ -205,7 +205,7 @@ def test_the_histories_together_went_everywhere() -> None:
         *("abort while WAITING", "abort while WAITING_FOR_REMOTE_KVS", "abort while RUNNING"),
         *("end by stop", "end by length", "end by abort", "preemptions", "restart", "reset"),
         *("loaded tokens", "loads", "load_failures", "publications", "publication_failures"),
-        *FAULTS,
+        *(name for name in FAULTS if not name.startswith("read_")),
     ]
     assert not [name for name in expected if not _SEEN[name]], dict(_SEEN)
 

@@ -21,6 +21,7 @@ class Session(NamedTuple):
     """One life of the daemon, as it introduced itself."""
 
     instance_id: str
+    agent_name: str
     agent_metadata: bytes
     pool_address: int
 
@@ -38,8 +39,8 @@ class SessionKeeper:
         self._session: Session | None = None
         self._doubted = False
         self._agent: NixlAgent | None = None
-        self._peer: tuple[str, str] | None = None
-        """(instance id, NIXL's name) of the peer that is loaded into the agent."""
+        self._peer: str | None = None
+        """NIXL's name of the daemon that is loaded into the agent; another one after a restart."""
         self._domains: dict[DomainId, DomainRecord] = {}
         self._opened: dict[DomainId, str] = {}
         """Domain -> instance id of the daemon that knows it."""
@@ -64,7 +65,9 @@ class SessionKeeper:
                     protocol_version=PROTOCOL_VERSION, client_name=self._client_name
                 )
                 reply = self._channel.call("Hello", request, remaining(deadline))
-                self._session = Session(reply.instance_id, reply.agent_metadata, reply.pool_address)
+                self._session = Session(
+                    reply.instance_id, reply.agent_name, reply.agent_metadata, reply.pool_address
+                )
                 self._doubted = False
             return self._session
 
@@ -73,13 +76,11 @@ class SessionKeeper:
         with self._locked(deadline):
             if self._agent is None:
                 raise StoreRejected("no memory is attached: call attach() before read or write")
-            if self._peer is None or self._peer[0] != session.instance_id:
+            if self._peer != session.agent_name:
                 self._drop_peer()
-                self._peer = (
-                    session.instance_id,
-                    self._agent.add_peer(session.agent_metadata),
-                )
-            return self._peer[1]
+                self._agent.add_peer(session.agent_name, session.agent_metadata)
+                self._peer = session.agent_name
+            return self._peer
 
     def open_domain(self, record: DomainRecord, deadline: float) -> DomainId:
         """Make a domain known now, and remember it for every later daemon, also on failure."""
@@ -122,7 +123,7 @@ class SessionKeeper:
 
     def _drop_peer(self) -> None:
         if self._peer is not None and self._agent is not None:
-            self._agent.remove_peer(self._peer[1])
+            self._agent.remove_peer(self._peer)
         self._peer = None
 
     @contextlib.contextmanager

@@ -1,0 +1,98 @@
+"""Real engines, started once per session and shared by every test.
+
+``pair``: MultiConnector[Nixl, Backhaul] on both sides, asynchronous scheduling, plugin entry point.
+``alone``: Backhaul alone on both sides (module path, kv_producer/kv_consumer roles are the
+prefill's and decode's own), synchronous scheduling, few KV blocks.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from e2e_kit import AlonePair, Session
+
+from backhaul.deploy.pair import Pair
+from backhaul.deploy.tiny_model import build_tiny_model
+
+HERE = Path(__file__).parent
+PROBE_ENV = {"PYTHONPATH": str(HERE), "VLLM_SERVER_DEV_MODE": "1"}
+PROBE_ARGS = ("--worker-extension-cls=backhaul_probe.Probe",)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if HERE in Path(item.path).parents:
+            item.add_marker(pytest.mark.engine)
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_model(tmp_path_factory.mktemp("model") / "tiny-hybrid")
+
+
+@pytest.fixture(scope="session")
+def _pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
+    os.environ.update(PROBE_ENV)
+    pair = Pair(
+        model,
+        tmp_path_factory.mktemp("pair"),
+        options={"stream_min_bytes": 1, "load_timeout_s": 5.0, "publish_timeout_s": 5.0},
+        engine_args=PROBE_ARGS,
+        capacity="256MiB",
+    )
+    with pair:
+        session = Session(pair)
+        session.run(session.tokens(300), max_tokens=4)  # connections and first kernels
+        yield session
+
+
+@pytest.fixture
+def pair(_pair: Session) -> Iterator[Session]:
+    """The shared pair; whatever a test did, no state may be left behind."""
+    _pair.ensure_store()
+    yield _pair
+    _pair.ensure_store()
+    _pair.assert_idle()
+
+
+@pytest.fixture(scope="session")
+def _alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AlonePair]:
+    os.environ.update(PROBE_ENV)
+    with AlonePair(model, tmp_path_factory.mktemp("alone"), PROBE_ARGS) as alone:
+        yield alone
+
+
+@pytest.fixture
+def alone(_alone: AlonePair) -> Iterator[AlonePair]:
+    """Two engines with Backhaul only."""
+    yield _alone
+    _alone.assert_idle()
+
+
+@pytest.fixture
+def eventually() -> Callable[[Callable[[], Any], str], None]:
+    """Polls a condition for up to 20 s."""
+
+    def wait(condition: Callable[[], Any], what: str) -> None:
+        deadline = time.monotonic() + 20.0
+        while not condition():
+            assert time.monotonic() < deadline, f"did not happen within 20 s: {what}"
+            time.sleep(0.1)
+
+    return wait
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> random.Random:
+    """Deterministic per test."""
+    return random.Random(request.node.nodeid)

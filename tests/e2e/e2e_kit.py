@@ -1,0 +1,252 @@
+"""What the end-to-end tests do over and over: turns, replays, comparisons, idle checks."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self
+
+import httpx
+
+from backhaul.deploy.engines import Engine, EngineSpec, StoreDaemon, backhaul_config
+from backhaul.deploy.pair import EngineClient, Leg, Pair, Turn, scrape
+from backhaul.deploy.processes import Cluster
+from backhaul.deploy.tiny_model import TOKEN_IDS
+
+B = 32
+"""The boundary grid that vLLM derives for the tiny model; a test checks it against the engine."""
+
+END = TOKEN_IDS["<|im_end|>"]
+
+COLD_TOLERANCE = 0.25
+"""Largest difference in log-probability (nats) between a loaded state and a cold recompute. The
+gated delta net runs in bfloat16 on CPUs; other chunk boundaries alone move results by up to 0.12."""
+
+GAUGES = ("held_blocks", "pins", "open_leases", "open_jobs", "tracked_requests")
+
+
+def boundary(prompt: int, output: int) -> int:
+    """D_end: floor(n / B) * B with n = prompt + output - 1."""
+    return (prompt + output - 1) // B * B
+
+
+def ends_after(tokens: int) -> dict[str, Any]:
+    """Sampling parameters under which a reply ends by itself (EOS) after ``tokens`` tokens: the
+    end token is forbidden before and certain then. The end token itself is the last one."""
+    return {
+        "max_tokens": tokens + 4,
+        "min_tokens": tokens - 1,
+        "logit_bias": {str(END): 100.0},
+    }
+
+
+def tokens(rng: random.Random, count: int) -> list[int]:
+    """Random letters: prompts that share no prefix with any other."""
+    return [rng.randrange(97, 123) for _ in range(count)]
+
+
+def worst_difference(a: Leg, b: Leg) -> float:
+    """Largest difference over both legs' best tokens, up to where their tokens diverge (nats)."""
+    worst = 0.0
+    for position, (x, y) in enumerate(zip(a.logprobs, b.logprobs, strict=False)):
+        for token in set(x) & set(y):
+            worst = max(worst, abs(x[token] - y[token]))
+        if a.tokens[position] != b.tokens[position]:
+            break
+    return worst
+
+
+def margin(leg: Leg, position: int) -> float:
+    """Difference between the two best tokens at a position (nats)."""
+    best = sorted(leg.logprobs[position].values(), reverse=True)
+    return best[0] - best[1] if len(best) > 1 else math.inf
+
+
+def agree(a: Leg, b: Leg, tolerance: float) -> bool:
+    """Log-probabilities within ``tolerance`` and greedy tokens equal wherever the margin between
+    the two best exceeds it. After a permitted divergence the rest cannot be compared."""
+    for position, (x, y) in enumerate(zip(a.tokens, b.tokens, strict=True)):
+        common = set(a.logprobs[position]) & set(b.logprobs[position])
+        if any(abs(a.logprobs[position][t] - b.logprobs[position][t]) > tolerance for t in common):
+            return False
+        if x != y:
+            return margin(a, position) <= tolerance
+    return True
+
+
+class Session:
+    """A pair with the operations of the tests."""
+
+    def __init__(self, pair: Pair) -> None:
+        self.pair = pair
+        self._random = random.Random(4711)
+
+    def tokens(self, count: int) -> list[int]:
+        """A prompt that shares no prefix with any earlier one."""
+        return tokens(self._random, count)
+
+    def run(self, prompt: Sequence[int], **options: Any) -> Turn:
+        """Prefill and decode."""
+        return self.pair.run(prompt, **{"stream": False, **options})
+
+    def turn(self, prompt: Sequence[int], reply: int, *, u_end: Any = None) -> Turn:
+        """A turn whose reply ends by itself after ``reply`` tokens, end token included."""
+        turn = self.run(prompt, u_end=u_end, **ends_after(reply))
+        assert len(turn.decode.tokens) == reply and turn.decode.tokens[-1] == END
+        assert turn.decode.finish_reason == "stop"
+        return turn
+
+    def prefill(self, prompt: Sequence[int], **options: Any) -> Leg:
+        """Prefill only, with log-probabilities of the first token."""
+        return self.pair.prefill_leg(prompt, logprobs=10, **options)
+
+    def cold(self, prompt: Sequence[int], max_tokens: int = 8) -> Leg:
+        """A recompute that nothing cached can help, on the decode engine: a cache salt of its own
+        keeps every block hash apart."""
+        return self.pair.decode.complete(
+            prompt, max_tokens=max_tokens, logprobs=10, cache_salt=uuid.uuid4().hex
+        )
+
+    def continue_on_prefill(self, prompt: Sequence[int], max_tokens: int = 8, **more: Any) -> Leg:
+        """Run a prompt on the prefill engine alone, so that what it loaded decides the output."""
+        return self.pair.prefill.complete(prompt, max_tokens=max_tokens, logprobs=10, **more)
+
+    def forget_locally(self) -> None:
+        """Empty the prefill engine's own prefix cache, as another prefill worker would have it."""
+        wait_until(lambda: not any(self.gauges(self.pair.prefill).values()), "prefill is idle")
+        response = httpx.post(f"{self.pair.prefill.engine.url}/reset_prefix_cache", timeout=30)
+        response.raise_for_status()
+
+    def rpc(self, client: EngineClient, method: str, *args: Any) -> Any:
+        """Call a probe method on the engine's worker."""
+        response = httpx.post(
+            f"{client.engine.url}/collective_rpc",
+            json={"method": method, "args": list(args), "timeout": 60},
+            timeout=90,
+        )
+        response.raise_for_status()
+        return response.json()["results"][0]
+
+    @contextmanager
+    def gate(self, client: EngineClient, operation: str) -> Iterator[None]:
+        """Hold an operation of a worker's store for the length of the block."""
+        self.rpc(client, "probe_close_gate", operation)
+        try:
+            yield
+        finally:
+            self.rpc(client, "probe_open_gate", operation)
+
+    @contextmanager
+    def tampered(self, client: EngineClient, mode: str) -> Iterator[None]:
+        """Spoil what loads put into memory for the length of the block."""
+        self.rpc(client, "probe_tamper", mode)
+        try:
+            yield
+        finally:
+            self.rpc(client, "probe_tamper", "off")
+
+    def gauges(self, client: EngineClient) -> dict[str, float]:
+        """The engine's state gauges."""
+        metrics = client.metrics()
+        return {name: metrics.get(f"backhaul:{name}", 0.0) for name in GAUGES}
+
+    def settle(self) -> None:
+        """Wait until nothing is under way on either engine, so that publications are consumable."""
+        time.sleep(0.1)  # the front end enters a step's gauges just after it answered
+        for client in (self.pair.prefill, self.pair.decode):
+            wait_until(lambda c=client: not any(self.gauges(c).values()), "engine is idle")
+
+    def assert_idle(self) -> None:
+        """No pin, lease, job or request state is left, in the engines and in the store."""
+        for client in (self.pair.prefill, self.pair.decode):
+            assert_idle(client, lambda c=client: self.nudge(c))
+        store = lambda: scrape(self.pair.store.http_url, "backhaul:store_")  # noqa: E731
+        wait_until(
+            lambda: (
+                store()["backhaul:store_leases"] == 0
+                and store()["backhaul:store_publications"] == 0
+            ),
+            "store has no lease and no publication",
+        )
+
+    def nudge(self, client: EngineClient) -> None:
+        """A tiny request: makes an idle engine report its gauges."""
+        client.complete([97, 98, 99], max_tokens=1)
+
+    def ensure_store(self) -> None:
+        """Start the store again where a test killed it."""
+        store = self.pair.store
+        if store.pid is None:
+            store.start()
+            store.wait_healthy(60)
+
+
+class AlonePair:
+    """Two engines that run Backhaul alone: prefill publishes P_end, decode loads it."""
+
+    def __init__(self, model: Path, log_dir: Path, args: Sequence[str]) -> None:
+        self.store = StoreDaemon(log_dir, capacity="128MiB")
+        common = (*args, "--no-async-scheduling", "--num-gpu-blocks-override=160")
+        options: Mapping[str, Any] = {"stream_min_bytes": 1, "publish_on": ["stop", "length"]}
+        self.engines = [
+            Engine(
+                EngineSpec(
+                    name=name,
+                    model=model,
+                    cores=core,
+                    kv_transfer_config=backhaul_config(self.store.uri, role, **options),
+                    args=(*common, *extra),
+                ),
+                log_dir,
+            )
+            for name, core, role, extra in (
+                ("producer", "0", "kv_producer", ()),
+                # Keeps every boundary locally, so that it holds the states that it publishes.
+                ("both", "1", "kv_both", ("--prefix-cache-retention-interval=32",)),
+            )
+        ]
+        self._cluster = Cluster([self.store, *self.engines])
+
+    def __enter__(self) -> Self:
+        self._cluster.__enter__()
+        self.producer, self.both = (EngineClient(engine) for engine in self.engines)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._cluster.__exit__(*error)
+
+    def forget(self, client: EngineClient) -> None:
+        """Empty an engine's own prefix cache."""
+        assert_idle(client, lambda: client.complete([97], max_tokens=1))
+        httpx.post(f"{client.engine.url}/reset_prefix_cache", timeout=30).raise_for_status()
+
+    def assert_idle(self) -> None:
+        """See ``Session.assert_idle``."""
+        for client in (self.producer, self.both):
+            assert_idle(client, lambda c=client: c.complete([97], max_tokens=1))
+
+
+def assert_idle(client: EngineClient, nudge: Any) -> None:
+    """All gauges are zero, within 20 s."""
+    deadline = time.monotonic() + 20.0
+    while True:
+        metrics = client.metrics()
+        left = {name: metrics[f"backhaul:{name}"] for name in GAUGES}
+        if not any(left.values()):
+            return
+        assert time.monotonic() < deadline, f"{client.engine.name} still holds {left}"
+        nudge()
+        time.sleep(0.2)
+
+
+def wait_until(condition: Any, what: str, seconds: float = 20.0) -> None:
+    """Poll a condition."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"did not happen within {seconds:.0f} s: {what}"
+        time.sleep(0.1)

@@ -1,0 +1,90 @@
+"""Backhaul without another connector: the store also carries prefill -> decode. Synchronous
+scheduling, roles kv_producer and kv_both, few KV blocks."""
+
+from __future__ import annotations
+
+import random
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from e2e_kit import COLD_TOLERANCE, AlonePair, B, agree, boundary, tokens, worst_difference
+
+
+def cold(alone: AlonePair, prompt: list[int], max_tokens: int = 8) -> object:
+    return alone.both.complete(
+        prompt, max_tokens=max_tokens, logprobs=10, cache_salt=uuid.uuid4().hex
+    )
+
+
+@pytest.mark.parametrize("n", [10 * B - 1, 10 * B, 10 * B + 1, 5])
+def test_prefill_hands_over_through_the_store(alone: AlonePair, rng: random.Random, n: int) -> None:
+    prompt = tokens(rng, n)
+    alone.producer.complete(prompt, max_tokens=1)
+    leg = alone.both.complete(prompt, max_tokens=8, logprobs=10)
+    assert leg.cached_tokens == (n - 1) // B * B, "block-aligned; the tail is recomputed"
+    assert agree(leg, cold(alone, prompt), COLD_TOLERANCE)
+
+
+def test_a_producer_never_loads(alone: AlonePair, rng: random.Random) -> None:
+    prompt = tokens(rng, 200)
+    alone.both.complete(prompt, max_tokens=60, ignore_eos=True)
+    alone.assert_idle()
+    assert alone.producer.complete([*prompt, 97], max_tokens=1).cached_tokens == 0
+
+
+def test_a_loaded_state_equals_the_same_state_held_locally(
+    alone: AlonePair, rng: random.Random
+) -> None:
+    """The engine that decoded keeps its boundary states and resumes from its own copy; after its
+    cache is emptied it resumes from the store. Same state, same computation, same numbers."""
+    prompt = tokens(rng, 300)
+    first = alone.both.complete(prompt, max_tokens=70, ignore_eos=True)
+    alone.assert_idle()
+    second = [*prompt, *first.tokens, *tokens(rng, 24)]
+    local = alone.both.complete(second, max_tokens=8, logprobs=10)
+    assert local.backhaul is not None and local.backhaul["loaded_tokens"] == 0
+    assert local.cached_tokens == boundary(300, 70)
+    alone.forget(alone.both)
+    loaded = alone.both.complete(second, max_tokens=8, logprobs=10)
+    assert loaded.backhaul is not None
+    assert loaded.backhaul["loaded_tokens"] == loaded.cached_tokens == boundary(300, 70)
+    assert loaded.tokens == local.tokens
+    assert worst_difference(loaded, local) == 0.0
+
+
+def test_preemption(alone: AlonePair, rng: random.Random) -> None:
+    """More decoding requests than the 160 blocks hold: some are preempted and resume, also from
+    the store; every reply is the one of an undisturbed run."""
+    before = preemptions(alone)
+    prompts = [tokens(rng, 200) for _ in range(12)]
+    with ThreadPoolExecutor(12) as pool:
+        legs = list(
+            pool.map(
+                lambda p: alone.both.complete(p, max_tokens=200, logprobs=10, ignore_eos=True),
+                prompts,
+            )
+        )
+    assert preemptions(alone) > before, "nothing was preempted: the test shows nothing"
+    for prompt, leg in zip(prompts[:4], legs, strict=False):
+        undisturbed = alone.both.complete(
+            prompt, max_tokens=200, logprobs=10, ignore_eos=True, cache_salt=uuid.uuid4().hex
+        )
+        assert agree(leg, undisturbed, COLD_TOLERANCE)
+
+
+def preemptions(alone: AlonePair) -> float:
+    from backhaul.deploy.pair import scrape
+
+    return sum(scrape(alone.both.engine.url, "vllm:num_preemptions").values())
+
+
+def test_a_full_store_evicts_or_declines_and_nothing_fails(
+    alone: AlonePair, rng: random.Random
+) -> None:
+    """More checkpoints than 128 MiB hold."""
+    for _ in range(6):
+        prompt = tokens(rng, 3000)
+        alone.both.complete(prompt, max_tokens=4)
+    leg = alone.both.complete([*prompt, 97], max_tokens=8, logprobs=10)
+    assert agree(leg, cold(alone, [*prompt, 97]), COLD_TOLERANCE)
