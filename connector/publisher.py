@@ -119,13 +119,14 @@ class Publisher:
         start = request.num_computed_tokens
         if tracked.pins:
             self.confirm(tracked, start - request.num_in_flight_tokens, table)
-        boundary = (start + tokens) // self._grid * self._grid
-        if boundary <= start or boundary == 0:
-            return
-        kinds = tracked.ends.kinds_at(boundary)
-        decoding = boundary >= request.num_prompt_tokens and wants_decode_end(self._options.policy)
-        if kinds or decoding:
-            self._pin(tracked, boundary, kinds, table)
+        # The position that this step starts from is one too: decode begins with a state that was
+        # handed over, and a local hit may lie on an end that the store lacks.
+        for boundary in sorted({start, (start + tokens) // self._grid * self._grid}):
+            if boundary % self._grid or boundary < max(start, 1):
+                continue
+            kinds = tracked.ends.kinds_at(boundary)
+            if kinds or self._may_be_decode_end(tracked, boundary):
+                self._pin(tracked, boundary, kinds, table)
 
     def confirm(self, tracked: TrackedRequest, committed: int, table: BlockTable) -> None:
         """``committed`` tokens are final: publish prompt ends, keep the deepest decode position."""
@@ -135,9 +136,7 @@ class Publisher:
             pin.confirmed = True
             if pin.kinds:
                 self._publish(tracked, pin, pin.kinds, table, self._new_publication(tracked))
-            if boundary < tracked.request.num_prompt_tokens or not wants_decode_end(
-                self._options.policy
-            ):
+            if not self._may_be_decode_end(tracked, boundary):
                 self._unpin(tracked, boundary)
                 continue
             if tracked.decode_pin:
@@ -206,6 +205,11 @@ class Publisher:
             self._unpin(tracked, boundary)
 
     # -- pins ---------------------------------------------------------------------------------
+
+    def _may_be_decode_end(self, tracked: TrackedRequest, boundary: int) -> bool:
+        """A reply of one token ends at n = prompt length, and a handed-over state at one less."""
+        reached = boundary >= tracked.request.num_prompt_tokens - 1
+        return reached and wants_decode_end(self._options.policy)
 
     def _pin(
         self,

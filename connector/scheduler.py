@@ -257,7 +257,8 @@ class SchedulerHalf:
         if not self._publishes:
             return
         grid = self._facts.layout.boundary_tokens
-        if tracked.pins or end // grid > request.num_computed_tokens // grid:
+        start = request.num_computed_tokens
+        if tracked.pins or end // grid > start // grid or (start and start % grid == 0):
             self._publisher.on_scheduled(tracked, tokens, state.get_block_ids(tracked.request_id))
             if tracked.pins:
                 tracked.preemptions = request.num_preemptions
