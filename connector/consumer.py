@@ -201,10 +201,10 @@ class Consumer:
 
     def _eligible(self, tracked: TrackedRequest) -> bool:
         request = tracked.request
-        if tracked.loads_over:
+        if tracked.loads_over or not tracked.hints.load:
             return False
         params = request.kv_transfer_params
-        if params and params.get("do_remote_prefill"):
+        if isinstance(params, dict) and params.get("do_remote_prefill"):
             return False  # another connector fetches this request's own cache
         return not request.skip_reading_prefix_cache
 

@@ -27,29 +27,40 @@ class RequestHints(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         u_end: the U_end token position, or None where the renderer gave none.
+        publish: whether this request's checkpoints may be published.
+        load: whether this request may load from the store.
         rejected: names of fields whose value was ignored, to be counted.
     """
 
     u_end: int | None = None
+    publish: bool = True
+    load: bool = True
     rejected: tuple[str, ...] = ()
 
 
 def parse_hints(params: object, prompt_tokens: int) -> RequestHints:
     """Read a request's hints. Never raises: what is malformed is named in ``rejected``.
 
-    ``u_end`` must be an int (no bool) in 1 ... ``prompt_tokens``. Unknown fields are left alone,
-    since a proxy may hand one leg's answer to the other.
+    ``u_end`` must be an int (no bool) in 1 ... ``prompt_tokens``, ``publish`` and ``load`` bools.
+    Unknown fields are left alone, since a proxy may hand one leg's answer to the other.
     """
     if params is None:
         return RequestHints()
     if not isinstance(params, dict):
         return RequestHints(rejected=("backhaul",))
+    rejected: list[str] = []
     u_end: Any = params.get("u_end")
-    if u_end is None:
-        return RequestHints()
-    if type(u_end) is not int or not 1 <= u_end <= prompt_tokens:
-        return RequestHints(rejected=("u_end",))
-    return RequestHints(u_end=u_end)
+    if u_end is not None and (type(u_end) is not int or not 1 <= u_end <= prompt_tokens):
+        rejected.append("u_end")
+        u_end = None
+    switches = {name: params.get(name) for name in ("publish", "load")}
+    rejected += [n for n, value in switches.items() if not isinstance(value, bool | None)]
+    return RequestHints(
+        u_end=u_end,
+        publish=switches["publish"] is not False,
+        load=switches["load"] is not False,
+        rejected=tuple(rejected),
+    )
 
 
 class PromptEnds(msgspec.Struct, frozen=True, kw_only=True):

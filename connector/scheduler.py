@@ -173,7 +173,8 @@ class SchedulerHalf:
             tracked,
             block_ids,
             committed=max(request.num_computed_tokens - request.num_in_flight_tokens, 0),
-            publish=self._publishes and publishes_decode_end(reason, self._options.publish_on),
+            publish=self._publishes_of(tracked)
+            and publishes_decode_end(reason, self._options.publish_on),
         )
         return False, {"backhaul": {**tracked.result(), "publishing_decode_end": published}}
 
@@ -226,13 +227,14 @@ class SchedulerHalf:
         request = tracked.request
         resume = max(local_tokens, boundary)
         junction = request.shared_prefix_boundary
+        publishes = self._publishes_of(tracked)
         tracked.ends = prompt_ends(
             options=self._options,
-            u_end=tracked.hints.u_end if self._publishes else None,
+            u_end=tracked.hints.u_end if publishes else None,
             prompt_tokens=request.num_prompt_tokens,
             junction=junction,
             grid=self._facts.layout.boundary_tokens,
-            carries_prompt=tracked.carries_prompt and self._publishes,
+            carries_prompt=tracked.carries_prompt and publishes,
         )
         if not self._facts.layout.has_recurrent:
             tracked.stops = []
@@ -254,7 +256,7 @@ class SchedulerHalf:
             tracked.stops = [stop for stop in tracked.stops if stop > end]
             if tracked.stops:
                 request.shared_prefix_boundary = tracked.stops[0]
-        if not self._publishes:
+        if not self._publishes_of(tracked):
             return
         grid = self._facts.layout.boundary_tokens
         start = request.num_computed_tokens
@@ -265,6 +267,9 @@ class SchedulerHalf:
                 self._pinned[tracked.request_id] = tracked
             else:
                 self._pinned.pop(tracked.request_id, None)
+
+    def _publishes_of(self, tracked: TrackedRequest) -> bool:
+        return self._publishes and tracked.hints.publish
 
     @staticmethod
     def _was_preempted(tracked: TrackedRequest) -> bool:

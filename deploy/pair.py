@@ -167,6 +167,7 @@ class Pair:
     with_backhaul: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)
     engine_args: Sequence[str] = ()
+    engine_env: Mapping[str, str] = field(default_factory=dict)
     capacity: str = "512MiB"
     on_progress: Progress | None = None
     cores: tuple[str, str] = ("0", "1")
@@ -182,6 +183,7 @@ class Pair:
                     cores=cores,
                     kv_transfer_config=pair_config(store, **self.options),
                     args=self.engine_args,
+                    env=self.engine_env,
                 ),
                 self.log_dir,
             )

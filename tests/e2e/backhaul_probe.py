@@ -50,8 +50,9 @@ class Probe:
         return True
 
     def probe_tamper(self, mode: str) -> bool:
-        """Spoil what further loads put into recurrent blocks: ``zeros``, ``other`` (keeps the
-        bytes of the former load's state) or ``off``. ``shift``: swap two attention blocks."""
+        """Spoil what further loads put into memory: ``zeros`` in every state, ``other`` for the
+        state that ``record`` saw before, ``attention`` for zeros in every attention block;
+        ``off`` ends it."""
         worker = _half()
         original = _TAMPER.setdefault("original", worker._load)
         if mode == "off":
@@ -62,38 +63,42 @@ class Probe:
             result = original(job)
             blocks = {b.group: [x for x in job.blocks if x.group == b.group] for b in job.blocks}
             for group, members in blocks.items():
-                if len(members) == 1:
+                attention = group == _attention_group()
+                if mode == "attention" and attention:
+                    for member in members:
+                        _zero(group, member.block_id)
+                elif mode != "attention" and not attention:
                     self._spoil_state(group, members[0].block_id, mode)
-                elif mode == "shift":
-                    self._swap(group, members[0].block_id, members[-1].block_id)
             return result
 
         worker._load = tampered
         return True
 
     def _spoil_state(self, group: int, block: int, mode: str) -> None:
+        if mode == "zeros":
+            _zero(group, block)
+            return
         for index, (address, nbytes) in enumerate(_segments(group, block)):
-            if mode == "zeros":
-                ctypes.memset(address, 0, nbytes)
-            elif mode in ("other", "record"):
-                key = ("state", group, index)
-                former = _TAMPER.get(key)
-                if mode == "record" or former is None:
-                    _TAMPER[key] = ctypes.string_at(address, nbytes)
-                else:
-                    ctypes.memmove(address, former, nbytes)
-
-    def _swap(self, group: int, a: int, b: int) -> None:
-        for (left, nbytes), (right, _) in zip(
-            _segments(group, a), _segments(group, b), strict=True
-        ):
-            held = ctypes.string_at(left, nbytes)
-            ctypes.memmove(left, right, nbytes)
-            ctypes.memmove(right, held, nbytes)
+            if mode == "record":
+                _TAMPER["state", group, index] = ctypes.string_at(address, nbytes)
+            else:
+                ctypes.memmove(address, _TAMPER["state", group, index], nbytes)
 
 
 _GATES: dict[str, Any] = {}
 _TAMPER: dict[Any, Any] = {}
+
+
+def _zero(group: int, block: int) -> None:
+    for address, nbytes in _segments(group, block):
+        ctypes.memset(address, 0, nbytes)
+
+
+def _attention_group() -> int:
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    groups = _half()._kv_cache_config.kv_cache_groups
+    return next(i for i, g in enumerate(groups) if not isinstance(g.kv_cache_spec, MambaSpec))
 
 
 def _segments(group: int, block: int) -> list[tuple[int, int]]:

@@ -7,7 +7,6 @@ prefill's and decode's own), synchronous scheduling, few KV blocks.
 
 from __future__ import annotations
 
-import os
 import random
 import sys
 import time
@@ -42,12 +41,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def _pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
-    os.environ.update(PROBE_ENV)
     pair = Pair(
         model,
         tmp_path_factory.mktemp("pair"),
         options={"stream_min_bytes": 1, "load_timeout_s": 5.0, "publish_timeout_s": 5.0},
         engine_args=PROBE_ARGS,
+        engine_env=PROBE_ENV,
         capacity="256MiB",
     )
     with pair:
@@ -67,8 +66,7 @@ def pair(_pair: Session) -> Iterator[Session]:
 
 @pytest.fixture(scope="session")
 def _alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AlonePair]:
-    os.environ.update(PROBE_ENV)
-    with AlonePair(model, tmp_path_factory.mktemp("alone"), PROBE_ARGS) as alone:
+    with AlonePair(model, tmp_path_factory.mktemp("alone"), PROBE_ARGS, PROBE_ENV) as alone:
         yield alone
 
 

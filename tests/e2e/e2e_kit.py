@@ -102,8 +102,9 @@ class Session:
         return turn
 
     def prefill(self, prompt: Sequence[int], **options: Any) -> Leg:
-        """Prefill only, with log-probabilities of the first token."""
-        return self.pair.prefill_leg(prompt, logprobs=10, **options)
+        """Prefill only, with log-probabilities of the first token. Not marked for a decode leg:
+        NIXL would keep its blocks until one comes."""
+        return self.pair.prefill.complete(prompt, max_tokens=1, logprobs=10, **options)
 
     def cold(self, prompt: Sequence[int], max_tokens: int = 8) -> Leg:
         """A recompute that nothing cached can help, on the decode engine: a cache salt of its own
@@ -118,9 +119,7 @@ class Session:
 
     def forget_locally(self) -> None:
         """Empty the prefill engine's own prefix cache, as another prefill worker would have it."""
-        wait_until(lambda: not any(self.gauges(self.pair.prefill).values()), "prefill is idle")
-        response = httpx.post(f"{self.pair.prefill.engine.url}/reset_prefix_cache", timeout=30)
-        response.raise_for_status()
+        forget(self.pair.prefill)
 
     def rpc(self, client: EngineClient, method: str, *args: Any) -> Any:
         """Call a probe method on the engine's worker."""
@@ -189,9 +188,16 @@ class Session:
 class AlonePair:
     """Two engines that run Backhaul alone: prefill publishes P_end, decode loads it."""
 
-    def __init__(self, model: Path, log_dir: Path, args: Sequence[str]) -> None:
+    def __init__(
+        self, model: Path, log_dir: Path, args: Sequence[str], env: Mapping[str, str]
+    ) -> None:
         self.store = StoreDaemon(log_dir, capacity="128MiB")
-        common = (*args, "--no-async-scheduling", "--num-gpu-blocks-override=160")
+        common = (
+            *args,
+            "--no-async-scheduling",
+            "--num-gpu-blocks-override=160",
+            "--max-model-len=4096",
+        )
         options: Mapping[str, Any] = {"stream_min_bytes": 1, "publish_on": ["stop", "length"]}
         self.engines = [
             Engine(
@@ -201,6 +207,7 @@ class AlonePair:
                     cores=core,
                     kv_transfer_config=backhaul_config(self.store.uri, role, **options),
                     args=(*common, *extra),
+                    env=env,
                 ),
                 log_dir,
             )
@@ -222,8 +229,7 @@ class AlonePair:
 
     def forget(self, client: EngineClient) -> None:
         """Empty an engine's own prefix cache."""
-        assert_idle(client, lambda: client.complete([97], max_tokens=1))
-        httpx.post(f"{client.engine.url}/reset_prefix_cache", timeout=30).raise_for_status()
+        forget(client)
 
     def assert_idle(self) -> None:
         """See ``Session.assert_idle``."""
@@ -242,6 +248,17 @@ def assert_idle(client: EngineClient, nudge: Any) -> None:
         assert time.monotonic() < deadline, f"{client.engine.name} still holds {left}"
         nudge()
         time.sleep(0.2)
+
+
+def forget(client: EngineClient) -> None:
+    """Empty an engine's prefix cache; it refuses while any block is referenced."""
+
+    def reset() -> bool:
+        client.complete([97], max_tokens=1)  # lets an idle engine see what its peers told it
+        answer = httpx.post(f"{client.engine.url}/reset_prefix_cache", timeout=30)
+        return bool(answer.json()["success"])
+
+    wait_until(reset, f"{client.engine.name} empties its prefix cache")
 
 
 def wait_until(condition: Any, what: str, seconds: float = 20.0) -> None:

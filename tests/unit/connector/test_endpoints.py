@@ -47,6 +47,20 @@ def test_an_invalid_u_end_is_named_and_ignored(value: Any) -> None:
     assert hints.rejected == ("u_end",)
 
 
+@pytest.mark.parametrize("name", ["publish", "load"])
+@pytest.mark.parametrize(("value", "on"), [(None, True), (True, True), (False, False)])
+def test_a_request_may_opt_out(name: str, value: Any, on: bool) -> None:
+    assert getattr(parse_hints({name: value}, 10), name) is on
+
+
+@pytest.mark.parametrize("name", ["publish", "load"])
+@pytest.mark.parametrize("value", [0, "no", [], 1.0])
+def test_a_malformed_opt_out_is_named_and_ignored(name: str, value: Any) -> None:
+    hints = parse_hints({name: value, "u_end": 5}, 10)
+    assert (hints.publish, hints.load, hints.u_end) == (True, True, 5)
+    assert hints.rejected == (name,)
+
+
 @pytest.mark.parametrize("params", ["x", 3, [], True])
 def test_hints_that_are_no_object_are_named_and_ignored(params: Any) -> None:
     assert parse_hints(params, 10).rejected == ("backhaul",)
