@@ -124,7 +124,7 @@ class Publisher:
         for boundary in sorted({start, (start + tokens) // self._grid * self._grid}):
             if boundary % self._grid or boundary < max(start, 1):
                 continue
-            kinds = tracked.ends.kinds_at(boundary)
+            kinds = () if boundary in tracked.sent else tracked.ends.kinds_at(boundary)
             if kinds or self._may_be_decode_end(tracked, boundary):
                 self._pin(tracked, boundary, kinds, table)
 
@@ -135,6 +135,7 @@ class Publisher:
             pin = tracked.pins[boundary]
             pin.confirmed = True
             if pin.kinds:
+                tracked.sent.add(boundary)
                 self._publish(tracked, pin, pin.kinds, table, self._new_publication(tracked))
             if not self._may_be_decode_end(tracked, boundary):
                 self._unpin(tracked, boundary)

@@ -60,6 +60,15 @@ class Faults:
         assert set(self.rates) <= set(FAULTS), self.rates
         self._random = random.Random(self.seed)
         self._lock = threading.Lock()
+        self._go_on = threading.Event()
+
+    def slow_down(self) -> None:
+        """Wait as a slow store makes one wait; ``go_on`` cuts it short."""
+        self._go_on.wait(self.slow_s)
+
+    def go_on(self) -> None:
+        """End what is slow now."""
+        self._go_on.set()
 
     def strikes(self, name: str) -> bool:
         """Whether a fault happens now."""
@@ -164,7 +173,7 @@ class FaultyStore(Store):
         if self._faults.strikes("read_bug"):
             raise RuntimeError("read")
         if self._faults.strikes("read_slow"):
-            time.sleep(self._faults.slow_s)
+            self._faults.slow_down()
         if self._faults.strikes("read_fails"):
             return TransferResult(ok=False, reason=Reason.LOAD_FAILED)
         if self._faults.strikes("read_unsettled"):
@@ -254,7 +263,7 @@ class FaultyStore(Store):
         if self._faults.strikes("lookup_raises"):
             raise StoreUnavailable("lookup")
         if self._faults.strikes("lookup_slow"):
-            time.sleep(self._faults.slow_s)
+            self._faults.slow_down()
         generation = self._where.generation
         result = self._open(generation).lookup(
             domain,

@@ -111,7 +111,10 @@ def test_a_fault_while_loading(bench: Bench, fault: str, policy: str, asynchrono
     deep = (len(first.history) - 1) // B * B
     prompt = first.history + tokens(5, 2)
     bench.always(fault)
+    if fault == "lookup_slow":
+        bench.faults.slow_s = 20.0
     second = prefill.run(prompt, 2 * B)
+    bench.faults.go_on()
     assert second.reason == "stop"
     assert second.loaded == (deep if fault in _HARMLESS else 0)
     if reason := _LOOKUP_REASONS.get(fault):
@@ -373,18 +376,21 @@ def test_an_abort(
         late=asynchronous,
         max_requests=2,
         budget=24,
+        num_blocks=48,
         options=options,
     )
     history = decode.run(tokens(3 * B + 1, 1), 2 * B).history + tokens(5, 2)
     name = state(bench, engine, history)
     engine.abort(name)
-    for _ in range(3):
+    # At once, so that pages which a given-up transfer may still touch would be handed out again.
+    again = [engine.submit(tokens(6 * B, seed), 2 * B) for seed in range(20, 24)]
+    while engine.live:
         engine.step()
         engine.check()
     bench.always()
     engine.drain()
-    again = engine.run(history + tokens(B, 7), 5)
-    assert again.reason == "stop"
+    assert {engine.finished[one].reason for one in again} == {"stop"}
+    assert engine.run(history + tokens(B, 7), 5).reason == "stop"
     bench.check_idle()
 
 
@@ -399,9 +405,13 @@ def test_preemption(bench: Bench, asynchronous: bool, late: bool) -> None:
     for seed in range(4):
         engine.submit(tokens(2 * B + seed, seed), 60)
     engine.submit(history + tokens(3, 3), 60)
+    tracked = engine.backhaul._half._requests
     while engine.live:
         engine.step()
         engine.check()
+        for name in engine.live:
+            if engine.status(name) is RequestStatus.PREEMPTED:
+                assert not tracked[name].pins, "a preempted request holds no pin"
     preempted = sum(request.num_preemptions for request in engine.requests.values())
     assert preempted, "the pool is too small for all of them"
     bench.check_idle()

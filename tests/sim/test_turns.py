@@ -18,6 +18,8 @@ from backhaul.transfer.registry import open_store
 
 B = BLOCK
 
+ASYNC = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+
 
 def tokens(count: int, seed: int) -> list[int]:
     """A prompt that shares no prefix with one of another seed."""
@@ -43,7 +45,7 @@ def kinds(pair: Pair) -> list[tuple[int, set[CheckpointKind]]]:
 # -- the simulation itself --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@ASYNC
 @pytest.mark.parametrize("groups", [HYBRID, MIXED, ATTENTION], ids=["hybrid", "mixed", "attention"])
 def test_the_simulated_engine_without_a_connector_gives_the_model_s_output(
     groups: tuple[Any, ...], asynchronous: bool
@@ -136,7 +138,7 @@ def test_a_finer_hash_unit(pair: Pair) -> None:
     pair.check_idle()
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@ASYNC
 def test_many_turns_between_two_engines(pair: Pair, asynchronous: bool) -> None:
     both = [pair.engine(name=name, asynchronous=asynchronous, budget=24) for name in "pd"]
     history, added = tokens(2 * B + 3, 1), 0
@@ -233,6 +235,19 @@ def test_policies(pair: Pair, policy: str, expected: set[str]) -> None:
     assert found == sorted((at[name], {CheckpointKind(name)}) for name in expected)
 
 
+@ASYNC
+@pytest.mark.parametrize("output", [1, 3, B, 3 * B])
+def test_every_end_is_published_once(pair: Pair, output: int, asynchronous: bool) -> None:
+    engine = pair.engine(asynchronous=asynchronous, budget=16)
+    engine.run(tokens(5 * B + 5, 1), output, u_end=3 * B + 1)
+    engine.check_idle()
+    published = {k: n for k, n in engine.counters.items() if k.startswith("publications|")}
+    decode_end = int((5 * B + 5 + output - 1) // B * B > 5 * B)
+    expected = {"publications|input_end": 1, "publications|prompt_end": 1}
+    assert published == expected | ({"publications|decode_end": 1} if decode_end else {})
+    pair.check_idle()
+
+
 @pytest.mark.parametrize("end", ["stop", "length", "abort"])
 @pytest.mark.parametrize("publish_on", [["stop"], ["stop", "length", "abort"]])
 def test_only_the_chosen_finish_reasons_publish_a_decode_end(
@@ -278,7 +293,7 @@ def test_the_prompt_is_not_sent_again_when_the_store_has_it(pair: Pair) -> None:
 # -- where the hit comes from -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@ASYNC
 def test_no_local_remote_and_deeper_remote_hit_give_the_same_output(
     pair: Pair, asynchronous: bool
 ) -> None:
@@ -328,6 +343,19 @@ def test_a_gain_below_the_minimum_is_not_loaded(pair: Pair) -> None:
     pair.check_idle()
 
 
+def test_a_request_may_opt_out(pair: Pair) -> None:
+    decode, prefill = pair.engine(name="decode"), pair.engine(name="prefill", role="kv_consumer")
+    private = decode.run(tokens(4 * B, 1), 3 * B, params={"backhaul": {"publish": False}})
+    decode.check_idle()
+    assert kinds(pair) == []
+    first = decode.run(private.history + tokens(3, 1), 3 * B)
+    deep = (len(first.history) - 1) // B * B
+    prompt = first.history + tokens(5, 2)
+    assert prefill.run(prompt, 3, params={"backhaul": {"load": False}}).loaded == 0
+    assert pair.engine(name="other").run(prompt, 3).loaded == deep
+    pair.check_idle()
+
+
 def test_roles(pair: Pair) -> None:
     producer = pair.engine(name="producer", role="kv_producer")
     consumer = pair.engine(name="consumer", role="kv_consumer")
@@ -347,7 +375,7 @@ def test_roles(pair: Pair) -> None:
 # -- beside a connector that hands prompts over -----------------------------------------------
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@ASYNC
 @pytest.mark.parametrize("prompt_tokens", [B, 4 * B - 1, 4 * B, 4 * B + 1, 4 * B + 2])
 def test_beside_a_connector_that_hands_the_prompt_over(
     pair: Pair, prompt_tokens: int, asynchronous: bool
@@ -369,9 +397,9 @@ def test_beside_a_connector_that_hands_the_prompt_over(
         prefill.drain()
         assert prefill.finished[name].resumed >= min(decode_end, (len(history) - 2) // B * B)
         done = decode.run(history, output, params={"do_remote_prefill": True})
-        # A boundary inside the prompt is the prefill side's to keep.
+        # A boundary inside the prompt is the prefill side's to keep, but for the last one.
         end = (len(done.history) - 1) // B * B
-        decode_end = end if end >= len(history) else 0
+        decode_end = end if end >= len(history) - 1 else 0
         history = done.history + tokens(1 + 4 * turn, turn)
     published = {kind for _, found in kinds(pair) for kind in found}
     assert CheckpointKind.PROMPT_END not in published, "the sibling carries it"
