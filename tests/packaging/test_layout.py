@@ -1,5 +1,4 @@
-"""The repository's own rules: packages that are listed, imports that point one way, a changelog that
-names the version."""
+"""The repository's own rules: packages that are listed, imports that point one way, one version."""
 
 from __future__ import annotations
 
