@@ -63,7 +63,7 @@ def step_until(engine: SimEngine, condition: Callable[[], bool], seconds: float 
     """Step until something is so."""
     deadline = time.monotonic() + seconds
     while not condition():
-        assert engine.step(), "the engine went to sleep"
+        assert engine.step() or condition(), "the engine went to sleep"
         engine.check()
         assert time.monotonic() < deadline
 
@@ -382,6 +382,8 @@ def test_an_abort(
     history = decode.run(tokens(3 * B + 1, 1), 2 * B).history + tokens(5, 2)
     name = state(bench, engine, history)
     engine.abort(name)
+    bench.faults.go_on()
+    step_until(engine, lambda: name not in engine.scheduler.requests)
     # At once, so that pages which a given-up transfer may still touch would be handed out again.
     again = [engine.submit(tokens(6 * B, seed), 2 * B) for seed in range(20, 24)]
     while engine.live:
