@@ -81,15 +81,28 @@ class SchedulerHalf:
     # -- vLLM's hooks, in the order of a request's life ---------------------------------------
 
     def bind(self, manager: Any) -> None:
-        """vLLM made its KVCacheManager."""
+        """vLLM made its KVCacheManager.
+
+        A reset of the prefix cache fails while any block is referenced, and vLLM tells the
+        connector only afterwards; so the pins are given back when the reset begins.
+        """
         self._manager = manager
         self._holds.bind(manager.block_pool)
+        reset = manager.reset_prefix_cache
+
+        def reset_prefix_cache() -> Any:
+            self.reset_cache()
+            return reset()
+
+        manager.reset_prefix_cache = reset_prefix_cache
 
     def on_new_request(self, request: Any) -> None:
         """A request arrived; its lookup begins now, before a slot is free for it."""
         params = request.kv_transfer_params
         params = params if isinstance(params, dict) else {}
-        hints = parse_hints(params.get("backhaul"), request.num_prompt_tokens)
+        # NIXL's prefill side may have dropped the last prompt token just before.
+        dropped = 1 if params.get("_p_side_truncated") else 0
+        hints = parse_hints(params.get("backhaul"), request.num_prompt_tokens + dropped)
         for name in hints.rejected:
             self._stats.count("hints_rejected", name)
         carried = params.get("do_remote_decode") or params.get("do_remote_prefill")

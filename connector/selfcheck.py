@@ -101,6 +101,10 @@ SURFACES: tuple[Surface, ...] = (
         _parameters("request"),
     ),
     Surface(
+        "vllm.v1.core.kv_cache_manager", "KVCacheManager.reset_prefix_cache", "cache reset",
+        _parameters(),
+    ),
+    Surface(
         "vllm.v1.core.kv_cache_manager", "KVCacheBlocks.get_block_ids", "block ids", _parameters()
     ),
     Surface(

@@ -430,6 +430,22 @@ def test_a_cache_reset_gives_pins_back(bench: Bench) -> None:
     bench.check_idle()
 
 
+def test_a_reset_that_preempts_running_requests_finds_no_pin_in_its_way(bench: Bench) -> None:
+    engine = bench.engine(options={"stream_ahead": False})
+    name = engine.submit(tokens(2 * B, 1), 200)
+
+    def pinned_and_nothing_under_way() -> bool:
+        gauges = engine.gauges()
+        decoding = engine.requests[name].num_output_tokens > 2 * B
+        return bool(decoding and gauges["pins"] and not gauges["open_jobs"])
+
+    step_until(engine, pinned_and_nothing_under_way)
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert not engine.gauges()["held_blocks"]
+    engine.drain()
+    bench.check_idle()
+
+
 @ASYNC
 def test_a_thousand_short_requests_leave_nothing_behind(bench: Bench, asynchronous: bool) -> None:
     engine = bench.engine(asynchronous=asynchronous, num_blocks=64, budget=128)
