@@ -1,8 +1,10 @@
 """Real engines, started once per session and shared by every test.
 
-``pair``: MultiConnector[Nixl, Backhaul] on both sides, asynchronous scheduling, plugin entry point.
-``alone``: Backhaul alone on both sides (module path, kv_producer/kv_consumer roles are the
-prefill's and decode's own), synchronous scheduling, few KV blocks.
+``pair``: MultiConnector[Nixl, Backhaul] on both sides, found through the plugin entry point.
+``alone``: Backhaul alone on both sides by module path, roles kv_producer and kv_both, few KV blocks.
+
+vLLM's CPU platform switches asynchronous scheduling off; tests/sim covers it with vLLM's own
+AsyncScheduler.
 """
 
 from __future__ import annotations

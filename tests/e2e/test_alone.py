@@ -1,5 +1,5 @@
-"""Backhaul without another connector: the store also carries prefill -> decode. Synchronous
-scheduling, roles kv_producer and kv_both, few KV blocks."""
+"""Backhaul without another connector: the store also carries prefill -> decode. Roles kv_producer
+and kv_both, few KV blocks."""
 
 from __future__ import annotations
 
