@@ -1,7 +1,7 @@
 """Real engines, started once per session and shared by every test.
 
 ``pair``: MultiConnector[Nixl, Backhaul] on both sides, found through the plugin entry point.
-``alone``: Backhaul alone on both sides by module path, roles kv_producer and kv_both, few KV blocks.
+``alone``: Backhaul alone on both sides by module path, kv_producer and kv_both, few KV blocks.
 
 vLLM's CPU platform switches asynchronous scheduling off; tests/sim covers it with vLLM's own
 AsyncScheduler.
