@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -33,11 +34,24 @@ class ServiceError(RuntimeError):
     """A service ended early or did not become healthy."""
 
 
+_PORTS = range(20_000, 30_000)
+"""Below the range from which Linux takes ports for outgoing connections (32768 on): an engine
+binds some of its ports only after most of its start, and must still find them free."""
+
+_given: set[int] = set()
+
+
 def free_port() -> int:
-    """Return a TCP port on the loopback interface that nothing listens on at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a TCP port on the loopback interface that nothing listens on at the moment, and that
+    this process has not been given before. Raises ``ServiceError`` where there is none."""
+    for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
+        if port in _given:
+            continue
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            _given.add(port)
+            return port
+    raise ServiceError(f"no free port in {_PORTS.start} ... {_PORTS.stop - 1} on 127.0.0.1")
 
 
 class Service(abc.ABC):
