@@ -21,7 +21,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import httpx
 import typer
 from rich.console import Console
 from rich.progress import track
@@ -90,7 +89,7 @@ def turn_two_times(
     wait_idle(pair.decode)
     wait_idle(pair.prefill)
     if not sticky:
-        httpx.post(f"{pair.prefill.engine.url}/reset_prefix_cache", timeout=30).raise_for_status()
+        pair.prefill.reset_prefix_cache()
     second = [*first, *turn.decode.tokens, *prompt_of(rng, 50)]
     leg = pair.prefill.complete(
         second,

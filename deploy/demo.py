@@ -40,16 +40,23 @@ class Plan:
     tokens: int
     reply: int
     rewrites_previous: bool = False
+    other_worker: bool = False
 
 
 PLAN = (
     Plan("user asks", "user", 1800, 260),
     Plan("tool result", "tool", 400, 260),
     Plan("user follows up", "user", 300, 260),
-    Plan("user, reply rewritten", "user", 300, 120, rewrites_previous=True),
+    Plan("user, other worker", "user", 300, 260, other_worker=True),
+    Plan("user, reply rewritten", "user", 300, 120, rewrites_previous=True, other_worker=True),
 )
 """The last turn shows the fallback: the client stored another reply than the one generated, so
-D_end cannot match and U_end of the turn before is the deepest end left."""
+D_end cannot match and U_end of the turn before is the deepest end left. ``other_worker``: the turn
+meets a prefill worker that never saw the conversation, as a router that balances load would have
+it; the pair's only prefill worker forgets its own cache for that, in both arms."""
+
+PAUSE_S = 1.0
+"""Between a reply and the next turn, where a tool runs or a person types. In both arms."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +108,13 @@ def _arm(
     console: Console, model: Path, logs: Path, script: Script | None
 ) -> tuple[Script, list[TurnReport]]:
     progress = _StartProgress()
-    pair = Pair(model, logs, with_backhaul=script is None, on_progress=progress.update)
+    pair = Pair(
+        model,
+        logs,
+        with_backhaul=script is None,
+        on_progress=progress.update,
+        engine_env={"VLLM_SERVER_DEV_MODE": "1"},  # for EngineClient.reset_prefix_cache
+    )
     with Live(progress.table(), console=console, refresh_per_second=4) as live:
         progress.on_change = lambda table: live.update(table)
         pair.__enter__()
@@ -109,7 +122,7 @@ def _arm(
         console.print(f"engines healthy after {time.monotonic() - progress.started:.0f} s")
         _warm_up(pair)
         if script is None:
-            return _play(console, pair, model)
+            return play(console, pair, model)
         return script, _replay(console, pair, script)
     finally:
         pair.__exit__(None, None, None)
@@ -122,7 +135,8 @@ def _warm_up(pair: Pair) -> None:
     pair.run(prompt[::-1], max_tokens=4)
 
 
-def _play(console: Console, pair: Pair, model: Path) -> tuple[Script, list[TurnReport]]:
+def play(console: Console, pair: Pair, model: Path) -> tuple[Script, list[TurnReport]]:
+    """Run ``PLAN`` on a pair whose engines run with ``VLLM_SERVER_DEV_MODE=1``."""
     conversation = Conversation(load_encoder(model), filler(7, 200))
     prompts, reports = [], []
     before_reply: list[int] = []
@@ -137,7 +151,7 @@ def _play(console: Console, pair: Pair, model: Path) -> tuple[Script, list[TurnR
             conversation.add_user(text)
         prompt, u_end = conversation.prompt(), conversation.u_end
         prompts.append(tuple(prompt))
-        turn = _ask(pair, prompt, u_end, plan.reply)
+        turn = _ask(pair, plan, prompt, u_end)
         reports.append(_report(number, plan, turn))
         console.print(f"  turn {number} ({plan.label}): {turn.ttft_s:.2f} s to the first token")
         before_reply = list(conversation.history)
@@ -148,20 +162,23 @@ def _play(console: Console, pair: Pair, model: Path) -> tuple[Script, list[TurnR
 def _replay(console: Console, pair: Pair, script: Script) -> list[TurnReport]:
     reports = []
     for number, (plan, prompt) in enumerate(zip(PLAN, script, strict=True), 1):
-        turn = _ask(pair, prompt, None, plan.reply)
+        turn = _ask(pair, plan, prompt, None)
         reports.append(_report(number, plan, turn))
         console.print(f"  turn {number} ({plan.label}): {turn.ttft_s:.2f} s to the first token")
     return reports
 
 
-def _ask(pair: Pair, prompt: Sequence[int], u_end: int | None, reply: int) -> Turn:
-    """One turn whose reply ends by itself after ``reply`` tokens: the end token is forbidden
+def _ask(pair: Pair, plan: Plan, prompt: Sequence[int], u_end: int | None) -> Turn:
+    """One turn whose reply ends by itself after ``plan.reply`` tokens: the end token is forbidden
     before and all but certain after."""
+    time.sleep(PAUSE_S)
+    if plan.other_worker:
+        pair.prefill.reset_prefix_cache()
     return pair.run(
         prompt,
-        max_tokens=reply + 8,
+        max_tokens=plan.reply + 8,
         u_end=u_end,
-        min_tokens=reply,
+        min_tokens=plan.reply,
         logit_bias={str(END_TOKEN): 100.0},
     )
 

@@ -6,10 +6,16 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from backhaul.deploy.processes import Service, free_port
+import psutil
+
+from backhaul.deploy.processes import Progress, Service, free_port
+
+WORKER_TITLE = "VLLM::Worker"
+"""How vLLM names the processes that run the model."""
 
 # Set for every engine; an engine's own ``env`` wins. Why each one:
 DEFAULT_ENV = {
@@ -75,6 +81,28 @@ class Engine(Service):
         if spec.kv_transfer_config is not None:
             command.append(f"--kv-transfer-config={json.dumps(dict(spec.kv_transfer_config))}")
         return [*command, *spec.args]
+
+    def check_healthy(self, timeout_s: float, on_progress: Progress | None = None) -> bool:
+        healthy = super().check_healthy(timeout_s, on_progress)
+        if healthy:
+            self.bind_workers()
+        return healthy
+
+    def bind_workers(self) -> None:
+        """Bind each worker's threads to its rank's cores again.
+
+        vLLM's NixlConnector moves the model thread of every CPU worker to the machine's last core
+        (``nixl/base_worker.py``), away from ``VLLM_CPU_OMP_THREADS_BIND``: two engines then share
+        one core, and with threads that wait by ``sched_yield`` one of them was seen to get no time
+        at all for 30 s.
+        """
+        workers = [p for p in self.processes() if _title(p).startswith(WORKER_TITLE)]
+        workers.sort(key=lambda process: process.create_time())
+        for worker, cores in zip(workers, self.spec.cores.split("|"), strict=False):
+            with suppress(psutil.NoSuchProcess):
+                for thread in worker.threads():
+                    with suppress(ProcessLookupError):  # a thread that has ended
+                        os.sched_setaffinity(thread.id, core_ids(cores))
 
     def environment(self) -> dict[str, str]:
         own = {
@@ -154,3 +182,18 @@ def pair_config(store: str | None, role: str = "kv_both", **options: object) -> 
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"connectors": children},
     }
+
+
+def _title(process: psutil.Process) -> str:
+    with suppress(psutil.NoSuchProcess):
+        return " ".join(process.cmdline())
+    return ""
+
+
+def core_ids(cores: str) -> set[int]:
+    """``"0-3,8"`` as a set."""
+    ids: set[int] = set()
+    for part in cores.split(","):
+        first, _, last = part.partition("-")
+        ids |= set(range(int(first), int(last or first) + 1))
+    return ids

@@ -119,6 +119,26 @@ class EngineClient:
             logprobs=choice.get("logprobs"),
         )
 
+    def reset_prefix_cache(self, timeout_s: float = 20.0) -> None:
+        """Make the engine forget its cached blocks; stores keep theirs. The engine needs
+        ``VLLM_SERVER_DEV_MODE=1`` for it. It refuses while any block is referenced, and an idle
+        engine learns of what its peers have read only when it runs a step, so it is given one.
+
+        Raises ``httpx.HTTPStatusError``, and ``TimeoutError`` where blocks stay referenced.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            response = self._http.post("/reset_prefix_cache")
+            _raise_for_status(response)
+            if response.json()["success"]:
+                return
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"{self.engine.spec.name} still references cached blocks after {timeout_s:g} s"
+                )
+            self.complete([97], max_tokens=1)
+            time.sleep(0.1)
+
     def metrics(self) -> dict[str, float]:
         """The engine's ``backhaul:*`` samples, labels other than ours left out, summed over
         engines: ``name{label="value"}`` -> value."""

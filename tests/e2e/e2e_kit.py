@@ -119,7 +119,7 @@ class Session:
 
     def forget_locally(self) -> None:
         """Empty the prefill engine's own prefix cache, as another prefill worker would have it."""
-        forget(self.pair.prefill)
+        self.pair.prefill.reset_prefix_cache()
 
     def rpc(self, client: EngineClient, method: str, *args: Any) -> Any:
         """Call a probe method on the engine's worker."""
@@ -227,10 +227,6 @@ class AlonePair:
     def __exit__(self, *error: Any) -> None:
         self._cluster.__exit__(*error)
 
-    def forget(self, client: EngineClient) -> None:
-        """Empty an engine's own prefix cache."""
-        forget(client)
-
     def assert_idle(self) -> None:
         """See ``Session.assert_idle``."""
         for client in (self.producer, self.both):
@@ -248,17 +244,6 @@ def assert_idle(client: EngineClient, nudge: Any) -> None:
         assert time.monotonic() < deadline, f"{client.engine.name} still holds {left}"
         nudge()
         time.sleep(0.2)
-
-
-def forget(client: EngineClient) -> None:
-    """Empty an engine's prefix cache; it refuses while any block is referenced."""
-
-    def reset() -> bool:
-        client.complete([97], max_tokens=1)  # lets an idle engine see what its peers told it
-        answer = httpx.post(f"{client.engine.url}/reset_prefix_cache", timeout=30)
-        return bool(answer.json()["success"])
-
-    wait_until(reset, f"{client.engine.name} empties its prefix cache")
 
 
 def wait_until(condition: Any, what: str, seconds: float = 20.0) -> None:

@@ -48,7 +48,7 @@ def test_a_loaded_state_equals_the_same_state_held_locally(
     local = alone.both.complete(second, max_tokens=8, logprobs=10)
     assert local.backhaul is not None and local.backhaul["loaded_tokens"] == 0
     assert local.cached_tokens == boundary(300, 60)
-    alone.forget(alone.both)
+    alone.both.reset_prefix_cache()
     loaded = alone.both.complete(second, max_tokens=8, logprobs=10)
     assert loaded.backhaul is not None
     assert loaded.backhaul["loaded_tokens"] == loaded.cached_tokens == boundary(300, 60)

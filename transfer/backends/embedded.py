@@ -184,8 +184,13 @@ class EmbeddedStore(Store):
     # -- catalog: publications ----------------------------------------------------------------
 
     def open_domain(self, record: DomainRecord, *, timeout_s: float) -> DomainId:
-        """See ``Store``. The domain is remembered even where this raises."""
-        return self._keeper.open_domain(record, time.monotonic() + timeout_s)
+        """See ``Store``. The domain is remembered even where this raises. With memory attached the
+        pool is connected to as well: UCX's wire-up would delay the first transfer."""
+        deadline = time.monotonic() + timeout_s
+        domain = self._keeper.open_domain(record, deadline)
+        if self._payload is not None:
+            self._keeper.peer(self._keeper.current(deadline), deadline)
+        return domain
 
     def announce(
         self, domain: DomainId, boundary: int, block_hash: bytes, *, ttl_s: float, timeout_s: float
