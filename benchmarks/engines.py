@@ -91,15 +91,9 @@ def turn_two_times(
     if not sticky:
         pair.prefill.reset_prefix_cache()
     second = [*first, *turn.decode.tokens, *prompt_of(rng, 50)]
-    leg = pair.prefill.complete(
-        second,
-        max_tokens=1,
-        transfer={
-            "do_remote_decode": True,
-            "do_remote_prefill": False,
-            "backhaul": {"load": load},
-        },
-    )
+    # Not marked for a decode leg: NIXL would keep its blocks until one comes.
+    hints = {"load": load, "publish": False}
+    leg = pair.prefill.complete(second, max_tokens=1, transfer={"backhaul": hints})
     return {"seconds": leg.seconds, "computed": leg.prompt_tokens - leg.cached_tokens}
 
 

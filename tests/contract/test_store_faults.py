@@ -27,6 +27,7 @@ from store_contract import (
 
 from backhaul.protocols.checkpoint import LeaseId, Reason
 from backhaul.protocols.errors import StoreRejected, StoreUnavailable
+from backhaul.transfer.backends import embedded
 from backhaul.transfer.backends.payload import Payload
 from backhaul.transfer.base import GrantStatus
 from backhaul.transfer.registry import open_store
@@ -265,3 +266,18 @@ def _stopped_first(daemon: Daemon, method: Any) -> Any:
 def enumerated(worker: Worker, chain: tuple[bytes, ...]) -> list[tuple[int, Any]]:
     """Slots and keys as ``Worker.read`` lays them out."""
     return list(enumerate(worker.keys(chain, 4 * BOUNDARY)))
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_long_checkpoint_takes_several_calls(
+    new_worker: Callable[[], Worker], monkeypatch: pytest.MonkeyPatch, verify: bool
+) -> None:
+    monkeypatch.setattr(embedded, "OBJECTS_PER_CALL", 2)
+    chain = hash_chain(f"long {verify}", 3 * BOUNDARY)
+    producer, consumer = new_worker(), new_worker()
+    assert len(producer.keys(chain, 3 * BOUNDARY)) % 2, "the last call should be a short one"
+    assert producer.publish(chain, 3 * BOUNDARY).visible
+    boundaries, lease = consumer.lookup(chain)
+    assert boundaries == [3 * BOUNDARY] and lease is not None
+    assert consumer.read(lease, chain, 3 * BOUNDARY, verify=verify).ok
+    assert consumer.holds(chain, 3 * BOUNDARY)

@@ -13,6 +13,7 @@ import os
 import time
 import uuid
 from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -56,6 +57,11 @@ from backhaul.transfer.nixl_agent import Outcome
 
 WAIT_SHARE_MAX = 0.8
 """Part of a lookup's time that the daemon may wait for a publication: the answer has to travel."""
+
+OBJECTS_PER_CALL = 512
+"""The daemon answers one call at a time: a long checkpoint must not hold up everyone's lookups."""
+
+_Item = TypeVar("_Item")
 
 REASONS: tuple[tuple[type[BackhaulError], Reason], ...] = (
     (StoreTimeout, Reason.TIMEOUT),
@@ -120,12 +126,19 @@ class EmbeddedStore(Store):
         payload = self._attached()
         if not items:
             return TransferResult(ok=True)
-        request = store_pb2.LocateRequest(
-            lease_id=lease, keys=[wire.key_message(item.key) for item in items]
-        )
+        requests = [
+            store_pb2.LocateRequest(
+                lease_id=lease, keys=[wire.key_message(item.key) for item in batch]
+            )
+            for batch in _batches(items)
+        ]
         try:
             session = self._keeper.current(deadline)
-            places = self._keeper.call("Locate", request, deadline).locations
+            places = [
+                place
+                for request in requests
+                for place in self._keeper.call("Locate", request, deadline).locations
+            ]
             peer = self._keeper.peer(session, deadline)
         except StoreError as error:
             return _failed(error)
@@ -144,9 +157,9 @@ class EmbeddedStore(Store):
             logger.warning("backhaul: checksum mismatch of %s", items[moved.corrupt].key)
             return TransferResult(ok=False, reason=Reason.CORRUPT, nbytes=sum(nbytes))
         if not moved.verified:
-            del request.keys[1:]
+            del requests[0].keys[1:]
             try:
-                self._keeper.call("Locate", request, deadline)
+                self._keeper.call("Locate", requests[0], deadline)
             except StoreError as error:
                 return _failed(error)
         return TransferResult(ok=True, nbytes=sum(nbytes))
@@ -211,19 +224,20 @@ class EmbeddedStore(Store):
     ) -> list[Grant]:
         """See ``Store``."""
         deadline = time.monotonic() + timeout_s
-        request = store_pb2.ReserveRequest(
-            domain_id=domain,
-            publication_id=publication,
-            wants=[store_pb2.Want(key=wire.key_message(key), nbytes=size) for key, size in wants],
-        )
-        reply = self._keeper.call("Reserve", request, deadline, domain)
-        instance_id = self._keeper.current(deadline).instance_id
         grants: list[Grant] = []
-        for (key, size), answer in zip(wants, reply.grants, strict=True):
-            status = wire.GRANT_STATUS[answer.status]
-            grant = InstanceGrant(key, status, size, answer.offset, answer.token)
-            grant.instance_id = instance_id
-            grants.append(grant)
+        for batch in _batches(wants):
+            request = store_pb2.ReserveRequest(
+                domain_id=domain,
+                publication_id=publication,
+                wants=[store_pb2.Want(key=wire.key_message(k), nbytes=size) for k, size in batch],
+            )
+            reply = self._keeper.call("Reserve", request, deadline, domain)
+            instance_id = self._keeper.current(deadline).instance_id
+            for (key, size), answer in zip(batch, reply.grants, strict=True):
+                status = wire.GRANT_STATUS[answer.status]
+                grant = InstanceGrant(key, status, size, answer.offset, answer.token)
+                grant.instance_id = instance_id
+                grants.append(grant)
         return grants
 
     def commit(
@@ -329,6 +343,10 @@ class EmbeddedStore(Store):
         logger.warning("backhaul: transfer failed: %s", ended.detail or "the store is gone")
         self._keeper.doubt(peer=True)
         return TransferResult(ok=False, reason=Reason.UNREACHABLE, unsettled=ended.unsettled)
+
+
+def _batches(items: Sequence[_Item]) -> list[Sequence[_Item]]:
+    return [items[i : i + OBJECTS_PER_CALL] for i in range(0, len(items), OBJECTS_PER_CALL)]
 
 
 def _instance(grant: Grant) -> str:
