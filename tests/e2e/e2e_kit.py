@@ -186,7 +186,8 @@ class Session:
 
 
 class AlonePair:
-    """Two engines that run Backhaul alone: prefill publishes P_end, decode loads it."""
+    """Three engines that run Backhaul alone, one of each role: the producer publishes P_end, the
+    others load it."""
 
     def __init__(
         self, model: Path, log_dir: Path, args: Sequence[str], env: Mapping[str, str]
@@ -215,13 +216,15 @@ class AlonePair:
                 ("producer", "0", "kv_producer", ()),
                 # Keeps every boundary locally, so that it holds the states that it publishes.
                 ("both", "1", "kv_both", ("--prefix-cache-retention-interval=32",)),
+                ("consumer", "0", "kv_consumer", ()),
             )
         ]
         self._cluster = Cluster([self.store, *self.engines])
 
     def __enter__(self) -> Self:
         self._cluster.__enter__()
-        self.producer, self.both = (EngineClient(engine) for engine in self.engines)
+        self.clients = [EngineClient(engine) for engine in self.engines]
+        self.producer, self.both, self.consumer = self.clients
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -229,7 +232,7 @@ class AlonePair:
 
     def assert_idle(self) -> None:
         """See ``Session.assert_idle``."""
-        for client in (self.producer, self.both):
+        for client in self.clients:
             assert_idle(client, lambda c=client: c.complete([97], max_tokens=1))
 
 

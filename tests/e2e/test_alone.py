@@ -1,5 +1,5 @@
-"""Backhaul without another connector: the store also carries prefill -> decode. Roles kv_producer
-and kv_both, few KV blocks."""
+"""Backhaul without another connector: the store also carries prefill -> decode. One engine of
+each role, few KV blocks."""
 
 from __future__ import annotations
 
@@ -25,6 +25,21 @@ def test_prefill_hands_over_through_the_store(alone: AlonePair, rng: random.Rand
     leg = alone.both.complete(prompt, max_tokens=8, logprobs=10)
     assert leg.cached_tokens == (n - 1) // B * B, "block-aligned; the tail is recomputed"
     assert agree(leg, cold(alone, prompt), COLD_TOLERANCE)
+
+
+def test_a_consumer_loads_and_never_publishes(alone: AlonePair, rng: random.Random) -> None:
+    prompt = tokens(rng, 500)
+    first = alone.both.complete(prompt, max_tokens=60, ignore_eos=True)
+    alone.assert_idle()
+    # The reply's last token was never computed.
+    leg = alone.consumer.complete([*prompt, *first.tokens], max_tokens=40, ignore_eos=True)
+    assert leg.cached_tokens == boundary(500, 60)
+    alone.assert_idle()
+    published = [n for n in alone.consumer.metrics() if n.startswith("backhaul:publications_total")]
+    assert not any(alone.consumer.metrics()[name] for name in published)
+    longer = [*prompt, *first.tokens, *leg.tokens]
+    alone.consumer.reset_prefix_cache()
+    assert alone.consumer.complete(longer, max_tokens=1).cached_tokens == leg.cached_tokens
 
 
 def test_a_producer_never_loads(alone: AlonePair, rng: random.Random) -> None:
