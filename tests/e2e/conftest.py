@@ -46,7 +46,12 @@ def _pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ses
     pair = Pair(
         model,
         tmp_path_factory.mktemp("pair"),
-        options={"stream_min_bytes": 1, "load_timeout_s": 5.0, "publish_timeout_s": 5.0},
+        options={
+            "stream_min_bytes": 1,
+            "load_timeout_s": 5.0,
+            "publish_timeout_s": 5.0,
+            "lookup_timeout_s": 2.0,  # a busy machine, or one that just lost its store
+        },
         engine_args=PROBE_ARGS,
         engine_env=PROBE_ENV,
         capacity="256MiB",
