@@ -107,7 +107,7 @@ def run_demo(
 def _arm(
     console: Console, model: Path, logs: Path, script: Script | None
 ) -> tuple[Script, list[TurnReport]]:
-    progress = _StartProgress()
+    progress = _StartProgress(console)
     pair = Pair(
         model,
         logs,
@@ -243,16 +243,29 @@ def ratio_table(with_backhaul: Sequence[TurnReport], without: Sequence[TurnRepor
 
 
 class _StartProgress:
-    """Shows which services are up."""
+    """Shows which services are up: a table that changes in place, or lines where nothing can."""
 
-    def __init__(self) -> None:
+    LINE_EVERY_S = 15.0
+
+    def __init__(self, console: Console) -> None:
         self.started = time.monotonic()
         self.on_change: Callable[[Table], Any] = lambda table: None
         self._state: dict[str, tuple[float, bool]] = {}
+        self._console = console
+        self._line_at = self.started + self.LINE_EVERY_S
 
     def update(self, name: str, age_s: float, healthy: bool) -> None:
+        became = healthy and not self._state.get(name, (0.0, False))[1]
         self._state[name] = (age_s, healthy)
         self.on_change(self.table())
+        if self._console.is_terminal:
+            return
+        if became:
+            self._console.print(f"  {name} ready after {age_s:.0f} s")
+        elif time.monotonic() >= self._line_at:
+            self._line_at = time.monotonic() + self.LINE_EVERY_S
+            waiting = [n for n, (_, ready) in self._state.items() if not ready]
+            self._console.print(f"  waiting for {', '.join(waiting)}: {age_s:.0f} s")
 
     def table(self) -> Table:
         table = Table(box=None, show_header=False)
