@@ -22,6 +22,7 @@ DEFAULT_ENV = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; the default takes most of the machine
     "OMP_NUM_THREADS": "1",  # engines that share cores crawl when their threads spin
     "VLLM_SSM_CONV_STATE_LAYOUT": "DS",  # NIXL transfers of convolution states need it
+    "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",  # not every machine resolves "localhost"
     "TORCHDYNAMO_DISABLE": "1",  # compiling the sampler takes longer than a test
     # NIXL's progress threads would take half of the only core that an engine has.
     "BACKHAUL_NIXL_PROGRESS_DELAY_US": "20000",
