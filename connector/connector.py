@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from backhaul.connector.engine import engine_facts
+from backhaul.connector.engine import cache_layout, engine_facts
 from backhaul.connector.messages import StepMetadata
 from backhaul.connector.scheduler import SchedulerHalf
 from backhaul.connector.selfcheck import require_vllm_surface
@@ -58,11 +58,11 @@ class BackhaulConnector(KVConnectorBase_V1, SupportsHMA):
         require_vllm_surface()
         transfer = vllm_config.kv_transfer_config
         options = parse_options(transfer.kv_connector_extra_config)
-        facts = engine_facts(vllm_config, kv_cache_config)
         store = open_store(options.store, client_name=f"{transfer.engine_id}:{role.name.lower()}")
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         if role is KVConnectorRole.SCHEDULER:
+            facts = engine_facts(vllm_config, kv_cache_config)
             self._scheduler = SchedulerHalf(
                 facts,
                 options,
@@ -79,6 +79,7 @@ class BackhaulConnector(KVConnectorBase_V1, SupportsHMA):
                 facts.domain.domain_id,
             )
         else:
+            cache_layout(vllm_config, kv_cache_config)  # an engine that does not fit fails here
             parallel = vllm_config.parallel_config
             rank = parallel.rank % parallel.world_size
             self._worker = WorkerHalf(options, store, rank, kv_cache_config)

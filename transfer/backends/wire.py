@@ -67,6 +67,8 @@ def lookup_result(reply: store_pb2.LookupReply) -> LookupResult:
             reason=_reason(match.reason) if not match.consumable else None,
             age_s=match.age_s,
             producer=match.producer,
+            field=match.field,
+            domain=DomainId(match.domain_id),
         )
         for match in reply.matches
     )

@@ -151,6 +151,8 @@ class Catalog(store_pb2_grpc.CatalogServicer):
                 reason=match.reason.value if match.reason else "",
                 age_s=match.age_s,
                 producer=match.producer,
+                field=match.field,
+                domain_id=match.domain,
             )
             for match in answer.matches
         ]
