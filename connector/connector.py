@@ -21,12 +21,13 @@ from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from backhaul.connector.engine import cache_layout, engine_facts
+from backhaul.connector.fingerprints import hashes_are_private
 from backhaul.connector.messages import StepMetadata
 from backhaul.connector.scheduler import SchedulerHalf
 from backhaul.connector.selfcheck import require_vllm_surface
 from backhaul.connector.stats import BackhaulPromMetrics, BackhaulStats
 from backhaul.connector.worker import WorkerHalf
-from backhaul.protocols.options import parse_options
+from backhaul.protocols.options import Options, parse_options
 from backhaul.transfer.registry import open_store
 
 if TYPE_CHECKING:
@@ -78,11 +79,28 @@ class BackhaulConnector(KVConnectorBase_V1, SupportsHMA):
                 facts.layout.boundary_tokens,
                 facts.domain.domain_id,
             )
+            self._say_what_cannot_be_shared(vllm_config, options)
         else:
             cache_layout(vllm_config, kv_cache_config)  # an engine that does not fit fails here
             parallel = vllm_config.parallel_config
             rank = parallel.rank % parallel.world_size
             self._worker = WorkerHalf(options, store, rank, kv_cache_config)
+
+    @staticmethod
+    def _say_what_cannot_be_shared(vllm_config: VllmConfig, options: Options) -> None:
+        """What is known at start without asking anybody; see ``Presence`` for the rest."""
+        transfer, algorithm = (
+            vllm_config.kv_transfer_config,
+            vllm_config.cache_config.prefix_caching_hash_algo,
+        )
+        if not transfer.is_kv_producer:
+            logger.info("backhaul: kv_role %s publishes nothing", transfer.kv_role)
+        if hashes_are_private(algorithm):
+            logger.warning(
+                "backhaul: no publication path: %s hashes with a random seed, so no other engine "
+                "can match them; use --prefix-caching-hash-algo sha256 or set PYTHONHASHSEED",
+                algorithm,
+            )
 
     @property
     def requires_kv_delivery(self) -> bool:

@@ -34,16 +34,44 @@ class HelloReply(_message.Message):
     def __init__(self, instance_id: _Optional[str] = ..., agent_name: _Optional[str] = ..., agent_metadata: _Optional[bytes] = ..., pool_address: _Optional[int] = ..., capacity_bytes: _Optional[int] = ..., publication_ttl_s: _Optional[float] = ..., lease_ttl_max_s: _Optional[float] = ...) -> None: ...
 
 class OpenDomainRequest(_message.Message):
-    __slots__ = ("record",)
+    __slots__ = ("record", "member", "loads", "publishes")
     RECORD_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    LOADS_FIELD_NUMBER: _ClassVar[int]
+    PUBLISHES_FIELD_NUMBER: _ClassVar[int]
     record: bytes
-    def __init__(self, record: _Optional[bytes] = ...) -> None: ...
+    member: str
+    loads: bool
+    publishes: bool
+    def __init__(self, record: _Optional[bytes] = ..., member: _Optional[str] = ..., loads: _Optional[bool] = ..., publishes: _Optional[bool] = ...) -> None: ...
+
+class OtherDomain(_message.Message):
+    __slots__ = ("domain_id", "field", "ours", "theirs", "loaders", "publishers")
+    DOMAIN_ID_FIELD_NUMBER: _ClassVar[int]
+    FIELD_FIELD_NUMBER: _ClassVar[int]
+    OURS_FIELD_NUMBER: _ClassVar[int]
+    THEIRS_FIELD_NUMBER: _ClassVar[int]
+    LOADERS_FIELD_NUMBER: _ClassVar[int]
+    PUBLISHERS_FIELD_NUMBER: _ClassVar[int]
+    domain_id: str
+    field: str
+    ours: str
+    theirs: str
+    loaders: int
+    publishers: int
+    def __init__(self, domain_id: _Optional[str] = ..., field: _Optional[str] = ..., ours: _Optional[str] = ..., theirs: _Optional[str] = ..., loaders: _Optional[int] = ..., publishers: _Optional[int] = ...) -> None: ...
 
 class OpenDomainReply(_message.Message):
-    __slots__ = ("domain_id",)
+    __slots__ = ("domain_id", "loaders", "publishers", "elsewhere")
     DOMAIN_ID_FIELD_NUMBER: _ClassVar[int]
+    LOADERS_FIELD_NUMBER: _ClassVar[int]
+    PUBLISHERS_FIELD_NUMBER: _ClassVar[int]
+    ELSEWHERE_FIELD_NUMBER: _ClassVar[int]
     domain_id: str
-    def __init__(self, domain_id: _Optional[str] = ...) -> None: ...
+    loaders: int
+    publishers: int
+    elsewhere: _containers.RepeatedCompositeFieldContainer[OtherDomain]
+    def __init__(self, domain_id: _Optional[str] = ..., loaders: _Optional[int] = ..., publishers: _Optional[int] = ..., elsewhere: _Optional[_Iterable[_Union[OtherDomain, _Mapping]]] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
     __slots__ = ("domain_id", "boundary_hashes", "above_tokens", "lease_s", "wait_s")
