@@ -27,7 +27,7 @@ from backhaul.connector.scheduler import SchedulerHalf
 from backhaul.connector.selfcheck import require_vllm_surface
 from backhaul.connector.stats import BackhaulPromMetrics, BackhaulStats
 from backhaul.connector.worker import WorkerHalf
-from backhaul.protocols.options import Options, parse_options
+from backhaul.protocols.options import parse_options
 from backhaul.transfer.registry import open_store
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class BackhaulConnector(KVConnectorBase_V1, SupportsHMA):
                 facts.layout.boundary_tokens,
                 facts.domain.domain_id,
             )
-            self._say_what_cannot_be_shared(vllm_config, options)
+            self._say_what_cannot_be_shared(vllm_config)
         else:
             cache_layout(vllm_config, kv_cache_config)  # an engine that does not fit fails here
             parallel = vllm_config.parallel_config
@@ -87,14 +87,18 @@ class BackhaulConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker = WorkerHalf(options, store, rank, kv_cache_config)
 
     @staticmethod
-    def _say_what_cannot_be_shared(vllm_config: VllmConfig, options: Options) -> None:
+    def _say_what_cannot_be_shared(vllm_config: VllmConfig) -> None:
         """What is known at start without asking anybody; see ``Presence`` for the rest."""
         transfer, algorithm = (
             vllm_config.kv_transfer_config,
             vllm_config.cache_config.prefix_caching_hash_algo,
         )
         if not transfer.is_kv_producer:
-            logger.info("backhaul: kv_role %s publishes nothing", transfer.kv_role)
+            logger.info(
+                "backhaul: no publication path from here: kv_role %s publishes nothing; right for "
+                "prefill engines without U_end, for others use kv_both",
+                transfer.kv_role,
+            )
         if hashes_are_private(algorithm):
             logger.warning(
                 "backhaul: no publication path: %s hashes with a random seed, so no other engine "

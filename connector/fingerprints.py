@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -29,8 +29,23 @@ _CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16", "asimd",
 
 def digest(value: Any) -> str:
     """16 hex digits of a JSON-like value, the same for equal values in any process."""
-    text = json.dumps(value, sort_keys=True, default=str)
+    text = json.dumps(_plain(value), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _plain(value: Any) -> Any:
+    """The value as JSON can have it. Sets have no order and objects may show their address, both
+    of which differ from process to process."""
+    if value is None or isinstance(value, (str, int, float)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted(json.dumps(_plain(inner), sort_keys=True) for inner in value)
+    text = str(value)
+    return type(value).__qualname__ if " at 0x" in text else text
 
 
 def model_digest(hf_config: Any) -> str:

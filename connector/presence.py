@@ -184,6 +184,7 @@ class Presence:
         if not self._wants_path:
             return
         if known.state is PathState.OPEN:
+            self._missed = False
             if self._said:
                 self._say(
                     f"backhaul: publication path found: {known.peers.loaders} other engines load "

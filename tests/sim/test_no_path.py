@@ -11,7 +11,7 @@ import pytest
 from harness import BLOCK, Pair, SimEngine, new_uri
 from test_turns import kinds, tokens
 
-from backhaul.connector import presence
+from backhaul.connector import connector, presence
 from backhaul.protocols.checkpoint import CheckpointKind
 from backhaul.protocols.errors import StoreRejected, StoreUnavailable
 from backhaul.transfer.base import Store
@@ -35,9 +35,11 @@ class Lines(logging.Handler):
 
 @pytest.fixture
 def said() -> Iterator[list[str]]:
-    handler = Lines()
+    handler, level = Lines(), presence.logger.level
     presence.logger.addHandler(handler)
+    presence.logger.setLevel(logging.INFO)
     yield handler.lines
+    presence.logger.setLevel(level)
     presence.logger.removeHandler(handler)
 
 
@@ -211,3 +213,20 @@ def test_the_policy_without_decode_ends_says_and_counts_nothing(
     decode.run(tokens(3 * B + 2, 1), 2 * B, u_end=2 * B)
     decode.check_idle()
     assert (decode.counters[FAILED], said) == (0, [])
+
+
+def test_hashes_that_nobody_can_match_are_said_at_start(
+    pair: Pair, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connector, "hashes_are_private", lambda algorithm: True)
+    pair.engine(role="kv_both")
+    assert len(said) == 1 and "PYTHONHASHSEED" in said[0]
+
+
+def test_a_consumer_says_that_it_publishes_nothing(pair: Pair, said: list[str]) -> None:
+    decode = pair.engine(name="decode", role="kv_consumer")
+    knows(decode, presence.PathState.NO_LOADER)
+    decode.run(tokens(3 * B + 2, 1), 2 * B, u_end=2 * B)
+    decode.check_idle()
+    assert (kinds(pair), decode.counters[FAILED]) == ([], 0)
+    assert len(said) == 1 and "kv_consumer publishes nothing" in said[0]

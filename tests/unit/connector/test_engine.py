@@ -441,6 +441,18 @@ def test_engines_that_cannot_take_part_are_refused(
         engine.facts()
 
 
+def test_a_digest_does_not_depend_on_the_process() -> None:
+    class Opaque:
+        pass
+
+    value = {"set": {"b", "a", "c"}, 3: [1.5, None, True], "object": Opaque()}
+    again = {"object": Opaque(), 3: (1.5, None, True), "set": {"c", "b", "a"}}
+    assert fingerprints.digest(value) == fingerprints.digest(again)
+    assert fingerprints.digest(value) != fingerprints.digest({**value, "set": {"a", "b"}})
+    golden = {"set": {"b", "a"}, 3: [1.5, None, True]}
+    assert fingerprints.digest(golden) == "a2b34c29723fde41"
+
+
 # -- weights ----------------------------------------------------------------------------------
 
 
