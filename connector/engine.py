@@ -150,8 +150,11 @@ which the record names by themselves."""
 
 
 def _interiors(layers: Sequence[Any]) -> str:
-    """What the pages of a group's layers consist of, each kind once, in order of appearance."""
-    return "; ".join(dict.fromkeys(map(_interior, layers)))
+    """What the pages of a group's layers consist of, each kind once, in order of appearance; with
+    several, also a digest of which layer has which."""
+    each = [(_interior(spec), str(getattr(spec, "dtype", ""))) for spec in layers]
+    text = "; ".join(dict.fromkeys(interior for interior, _ in each))
+    return text if len(set(each)) == 1 else f"{text} #{digest(each)}"
 
 
 def _interior(spec: Any) -> str:

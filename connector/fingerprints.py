@@ -60,12 +60,13 @@ def model_digest(hf_config: Any) -> str:
 def quantization_name(model_config: Any) -> str:
     """Method and a digest of its parameters; "" without quantisation."""
     method = str(model_config.quantization or "")
-    details = getattr(model_config.hf_config, "quantization_config", None)
-    if details is None:
+    of_checkpoint: Any = getattr(model_config.hf_config, "quantization_config", None)
+    if hasattr(of_checkpoint, "to_dict"):
+        of_checkpoint = of_checkpoint.to_dict()
+    chosen = getattr(model_config, "quantization_config", None)
+    if of_checkpoint is None and chosen is None:
         return method
-    if hasattr(details, "to_dict"):
-        details = details.to_dict()
-    return f"{method}:{digest(details)}"
+    return f"{method}:{digest([of_checkpoint, chosen])}"
 
 
 def revision_of(model_config: Any) -> str:

@@ -401,6 +401,44 @@ def test_groups_with_one_spec_per_layer_are_read_layer_by_layer(
     assert compare(before.domain, after.domain).field == "layout.groups[0].interior"
 
 
+def test_which_layer_of_a_group_is_quantised_decides(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, records = Engine.groups, []
+    for first in (True, False):
+
+        def uniform(self: Engine, config: VllmConfig, first: bool = first) -> KVCacheConfig:
+            made = plain(self, config)
+            group = made.kv_cache_groups[0]
+            half = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=32,
+                                     dtype=torch.float16)  # fmt: skip
+            pair = (half, group.kv_cache_spec) if first else (group.kv_cache_spec, half)
+            specs = dict(zip(group.layer_names, pair, strict=True))
+            group.kv_cache_spec = UniformTypeKVCacheSpecs(block_size=BLOCK, kv_cache_specs=specs)
+            return made
+
+        monkeypatch.setattr(Engine, "groups", uniform)
+        records.append(engine.facts().domain)
+    assert records[0].kv_dtype == records[1].kv_dtype == "bfloat16, float16"
+    assert compare(*records).field == "layout.groups[0].interior"
+
+
+@pytest.mark.parametrize("algorithm", ["sha256", "sha256_cbor"])
+@pytest.mark.parametrize("seed", [None, "3"])
+def test_the_probe_is_the_chain_that_the_engine_computes(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, algorithm: str, seed: str | None
+) -> None:
+    if seed is not None:
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+    function = get_hash_fn_by_name(algorithm)
+    kv_cache_utils.init_none_hash(function)
+    value = None
+    for tokens, extra_keys in fingerprints.PROBE_BLOCKS:
+        value = kv_cache_utils.hash_block_tokens(function, value, tokens, extra_keys)
+    assert value is not None
+    assert fingerprints.hash_probe(algorithm) == value.hex()
+
+
 def test_reading_the_facts_leaves_vllm_s_hash_seed_alone(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""Who uses a domain: what a decode engine learns of those who could load what it publishes."""
+"""Domains: kept apart with the field that differs, and who uses them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,17 @@ from itertools import count
 
 import msgspec
 import pytest
-from store_contract import TIMEOUT_S, ClientMaker, make_domain
+from store_contract import (
+    BOUNDARY,
+    TIMEOUT_S,
+    ClientMaker,
+    WorkerMaker,
+    at_boundaries,
+    hash_chain,
+    make_domain,
+)
 
-from backhaul.protocols.checkpoint import DomainId
+from backhaul.protocols.checkpoint import DomainId, Reason
 from backhaul.protocols.domain import DomainRecord
 from backhaul.protocols.errors import StoreRejected
 from backhaul.transfer.base import Elsewhere, Member, Peers, Store
@@ -72,6 +80,25 @@ def test_loaders_of_another_domain_come_with_the_field_that_differs(
     assert other == Elsewhere(theirs.domain_id, "kv_dtype", "bfloat16", "uint8:fp8_e4m3", 30, 0)
 
 
+def test_a_checkpoint_of_another_domain_comes_with_the_field_that_differs(
+    new_worker: WorkerMaker,
+) -> None:
+    ours = make_domain()
+    theirs = msgspec.structs.replace(ours, state_dtypes=("bfloat16", "bfloat16"))
+    writer, reader = new_worker(theirs), new_worker(ours)
+    chain = hash_chain("a", 2 * BOUNDARY)
+    assert writer.publish(chain, 2 * BOUNDARY).visible
+    answer = reader.store.lookup(
+        reader.domain_id, at_boundaries(chain), lease_s=10.0, timeout_s=TIMEOUT_S
+    )
+    assert answer.lease is None
+    (match,) = answer.matches
+    assert (match.boundary, match.consumable) == (2 * BOUNDARY, False)
+    assert match.reason is Reason.DOMAIN_MISMATCH
+    assert (match.field, match.domain) == ("state_dtypes", writer.domain_id)
+    assert writer.lookup(chain)[0] == [2 * BOUNDARY]
+
+
 def test_joining_opens_the_domain(new_client: ClientMaker) -> None:
     store, record = new_client(), make_domain()
     join(store, record, member(loads=True))
@@ -88,12 +115,3 @@ def test_a_tool_that_opens_a_domain_is_no_engine(new_client: ClientMaker) -> Non
 def test_an_overlong_name_is_refused(new_client: ClientMaker, name: str) -> None:
     with pytest.raises(StoreRejected, match="member"):
         join(new_client(), make_domain(), Member(name, True, True))
-
-
-def test_a_record_of_another_version_is_refused_by_name(new_client: ClientMaker) -> None:
-    old = msgspec.structs.replace(make_domain(), version=1)
-    store = new_client()
-    if type(store).__name__ == "InProcessStore":
-        return  # one process is one version
-    with pytest.raises(StoreRejected, match="version 1, this side speaks"):
-        join(store, old, member(loads=True))
