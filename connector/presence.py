@@ -187,8 +187,8 @@ class Presence:
             self._missed = False
             if self._said:
                 self._say(
-                    f"backhaul: publication path found: {known.peers.loaders} other engines load "
-                    f"from domain {self._record.domain_id}"
+                    "backhaul: publication path found: other engines that load from domain "
+                    f"{self._record.domain_id}: {known.peers.loaders}"
                 )
                 self._said.clear()
             return

@@ -63,6 +63,11 @@ def knows(engine: SimEngine, state: presence.PathState) -> None:
     eventually(lambda: engine.backhaul._half._presence._known.state is state)
 
 
+def of_decode(said: list[str]) -> list[str]:
+    """Without the line in which a consumer says that it publishes nothing."""
+    return [line for line in said if "kv_consumer publishes nothing" not in line]
+
+
 def pinned(engine: SimEngine) -> int:
     return engine.backhaul._half.gauges()["pins"]
 
@@ -109,7 +114,8 @@ def test_a_decode_engine_that_starts_first_does_not_give_up(
     assert decode.counters[FAILED] == failed
     resumed = prefill.run(second.history + tokens(5, 4), 3)
     assert resumed.loaded == (len(second.history) - 1) // B * B
-    assert len(said) == 2 and "path found" in said[1]
+    lines = of_decode(said)
+    assert len(lines) == 2 and "path found" in lines[1]
     assert prefill.run(first.history + tokens(5, 4), 3).loaded >= 0
     pair.check_idle()
 
@@ -158,7 +164,8 @@ def test_loaders_of_another_domain_are_named_with_the_field(
     monkeypatch.delenv("PYTHONHASHSEED")
     assert decode.counters[FAILED] == 1
     assert other.run(first.history, 2).loaded == 0
-    assert len(said) == 1 and "1 in domain" in said[0] and "hash_probe is" in said[0]
+    (line,) = of_decode(said)
+    assert "1 in domain" in line and "hash_probe is" in line
     decode.close()
 
 

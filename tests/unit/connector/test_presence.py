@@ -145,7 +145,7 @@ def test_it_is_said_once_and_the_path_that_shows_up_is_found(
         assert one.has_path(own_prefill=False)
         eventually(lambda: len(said) == 2)
         assert part in said[0]
-        assert "path found: 2 other engines" in said[1]
+        assert "path found" in said[1] and said[1].endswith(": 2")
 
 
 def test_an_engine_that_loads_too_says_nothing_until_a_request_shows_it() -> None:
