@@ -20,7 +20,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from backhaul.connector.engine import engine_facts
+from backhaul.connector.engine import cache_layout, engine_facts
+from backhaul.connector.fingerprints import hashes_are_private
 from backhaul.connector.messages import StepMetadata
 from backhaul.connector.scheduler import SchedulerHalf
 from backhaul.connector.selfcheck import require_vllm_surface
@@ -58,11 +59,11 @@ class BackhaulConnector(KVConnectorBase_V1, SupportsHMA):
         require_vllm_surface()
         transfer = vllm_config.kv_transfer_config
         options = parse_options(transfer.kv_connector_extra_config)
-        facts = engine_facts(vllm_config, kv_cache_config)
         store = open_store(options.store, client_name=f"{transfer.engine_id}:{role.name.lower()}")
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         if role is KVConnectorRole.SCHEDULER:
+            facts = engine_facts(vllm_config, kv_cache_config)
             self._scheduler = SchedulerHalf(
                 facts,
                 options,
@@ -78,10 +79,32 @@ class BackhaulConnector(KVConnectorBase_V1, SupportsHMA):
                 facts.layout.boundary_tokens,
                 facts.domain.domain_id,
             )
+            self._say_what_cannot_be_shared(vllm_config)
         else:
+            cache_layout(vllm_config, kv_cache_config)  # an engine that does not fit fails here
             parallel = vllm_config.parallel_config
             rank = parallel.rank % parallel.world_size
             self._worker = WorkerHalf(options, store, rank, kv_cache_config)
+
+    @staticmethod
+    def _say_what_cannot_be_shared(vllm_config: VllmConfig) -> None:
+        """What is known at start without asking anybody; see ``Presence`` for the rest."""
+        transfer, algorithm = (
+            vllm_config.kv_transfer_config,
+            vllm_config.cache_config.prefix_caching_hash_algo,
+        )
+        if not transfer.is_kv_producer:
+            logger.info(
+                "backhaul: no publication path from here: kv_role %s publishes nothing; right for "
+                "prefill engines without U_end, for others use kv_both",
+                transfer.kv_role,
+            )
+        if hashes_are_private(algorithm):
+            logger.warning(
+                "backhaul: no publication path: %s hashes with a random seed, so no other engine "
+                "can match them; use --prefix-caching-hash-algo sha256 or set PYTHONHASHSEED",
+                algorithm,
+            )
 
     @property
     def requires_kv_delivery(self) -> bool:

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import platform
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from backhaul.connector.fingerprints import (
+    cpu_isa,
+    digest,
+    hash_probe,
+    model_digest,
+    platform_name,
+    quantization_name,
+    revision_of,
+    weights_fingerprint,
+)
 from backhaul.protocols.domain import DomainRecord
 from backhaul.protocols.errors import UnsupportedError
 from backhaul.protocols.layout import CacheLayout, GroupKind, GroupLayout
 
-_PROBE_TOKENS = tuple(range(1, 17))
-_SAMPLE_BYTES = 1 << 16
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,14 +44,14 @@ class EngineFacts:
 def engine_facts(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
     """Read the facts. Raises ``UnsupportedError`` where the engine cannot take part."""
     layout = cache_layout(vllm_config, kv_cache_config)
+    groups = kv_cache_config.kv_cache_groups
     return EngineFacts(
         layout=layout,
         domain=cache_domain(vllm_config, kv_cache_config, layout),
         engine_id=str(vllm_config.kv_transfer_config.engine_id),
         num_blocks=kv_cache_config.num_blocks,
         object_bytes={
-            group.index: group.page_bytes
-            * len(kv_cache_config.kv_cache_groups[group.index].layer_names)
+            group.index: sum(s.real_page_size_bytes for s in _layer_specs(groups[group.index]))
             for group in layout.groups
         },
     )
@@ -61,8 +68,7 @@ def cache_layout(vllm_config: Any, kv_cache_config: Any) -> CacheLayout:
         if getattr(parallel, name, 1) > 1:
             raise UnsupportedError(f"{name}={getattr(parallel, name)} is not supported; use 1")
     groups = tuple(
-        _group_layout(index, kv_cache_config.kv_cache_groups[index].kv_cache_spec)
-        for index in range(len(kv_cache_config.kv_cache_groups))
+        _group_layout(index, group) for index, group in enumerate(kv_cache_config.kv_cache_groups)
     )
     outside = set(range(len(groups))) - set(kv_cache_config.prefix_cacheable_group_ids)
     if outside:
@@ -70,54 +76,98 @@ def cache_layout(vllm_config: Any, kv_cache_config: Any) -> CacheLayout:
             f"KV cache groups {sorted(outside)} take no part in prefix caching; "
             "such a model's state cannot be restored from a store"
         )
-    return CacheLayout(
+    layout = CacheLayout(
         groups=groups,
-        hash_tokens=kv_cache_config.hash_block_size or min(g.block_tokens for g in groups),
+        hash_tokens=_block_sizes(vllm_config, kv_cache_config)[1],
         ranks=parallel.world_size,
     )
+    return layout
 
 
-def _group_layout(index: int, spec: Any) -> GroupLayout:
+def _block_sizes(vllm_config: Any, kv_cache_config: Any) -> tuple[int, int]:
+    """Tokens per scheduler block and per hash, as the engine core resolves them."""
+    from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+
+    scheduler_block, hash_block = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+    return int(scheduler_block), int(kv_cache_config.hash_block_size or hash_block)
+
+
+def _layer_specs(group: Any) -> list[Any]:
+    """One spec per layer of a group, in the layers' order."""
     from vllm.v1 import kv_cache_interface as kv
 
-    inner = spec
+    spec = group.kv_cache_spec
     if isinstance(spec, kv.UniformTypeKVCacheSpecs):
-        inner = next(iter(spec.kv_cache_specs.values()))
-    if isinstance(inner, kv.MambaSpec):
-        if inner.mamba_cache_mode != "align":
+        return [spec.kv_cache_specs[name] for name in group.layer_names]
+    return [spec] * len(group.layer_names)
+
+
+def _group_layout(index: int, group: Any) -> GroupLayout:
+    from vllm.v1 import kv_cache_interface as kv
+
+    layers = _layer_specs(group)
+    if not layers:
+        raise UnsupportedError(f"KV cache group {index} has no layer")
+    spec, window = layers[0], 0
+    if isinstance(spec, kv.MambaSpec):
+        kind = GroupKind.RECURRENT
+        if spec.mamba_cache_mode != "align":
             raise UnsupportedError(
-                f"mamba cache mode is {inner.mamba_cache_mode!r}: recurrent states exist on block "
+                f"mamba cache mode is {spec.mamba_cache_mode!r}: recurrent states exist on block "
                 "boundaries only with --mamba-cache-mode align"
             )
-        return GroupLayout(
-            index=index,
-            kind=GroupKind.RECURRENT,
-            block_tokens=spec.block_size,
-            page_bytes=inner.real_page_size_bytes,
-        )
-    window = 0
-    if isinstance(inner, kv.SlidingWindowSpec):
-        kind, window = GroupKind.WINDOW, inner.sliding_window
-    elif isinstance(inner, kv.FullAttentionSpec) and not isinstance(
-        inner, kv.SinkFullAttentionSpec
+    elif isinstance(spec, kv.SlidingWindowSpec):
+        kind, window = GroupKind.WINDOW, spec.sliding_window
+    elif isinstance(spec, kv.FullAttentionSpec) and not isinstance(
+        spec, (kv.SinkFullAttentionSpec, kv.RSWASpec)
     ):
         kind = GroupKind.FULL
     else:
         raise UnsupportedError(
-            f"KV cache group {index} is a {type(inner).__name__}; supported are full attention, "
+            f"KV cache group {index} is a {type(spec).__name__}; supported are full attention, "
             "MLA, sliding-window and recurrent (align mode) groups"
         )
     return GroupLayout(
         index=index,
         kind=kind,
-        block_tokens=spec.block_size,
+        block_tokens=group.kv_cache_spec.block_size,
         window_tokens=window,
-        page_bytes=inner.real_page_size_bytes,
+        page_bytes=spec.real_page_size_bytes,
+        draft=bool(group.is_eagle_group),
+        layers=len(layers),
+        members=digest(list(group.layer_names)),
+        interior=_interiors(layers),
     )
 
 
+_INTERIOR = (
+    "num_kv_heads", "head_size", "head_size_v", "num_head_slots", "state_content_bytes",
+    "tokens_per_state", "kv_quant_mode", "cache_dtype_str", "model_version", "alignment",
+    "shapes", "mamba_type",
+)  # fmt: skip
+"""Fields of a spec that decide what lies where inside an unpadded page, but for the element types,
+which the record names by themselves."""
+
+
+def _interiors(layers: Sequence[Any]) -> str:
+    """What the pages of a group's layers consist of, each kind once, in order of appearance; with
+    several, also a digest of which layer has which."""
+    each = [(_interior(spec), str(getattr(spec, "dtype", ""))) for spec in layers]
+    text = "; ".join(dict.fromkeys(interior for interior, _ in each))
+    return text if len(set(each)) == 1 else f"{text} #{digest(each)}"
+
+
+def _interior(spec: Any) -> str:
+    parts = [type(spec).__name__]
+    for name in _INTERIOR:
+        value = getattr(spec, name, None)
+        if value is not None:
+            parts.append(f"{name}={getattr(value, 'name', value)}")
+    return " ".join(parts)
+
+
 def cache_domain(vllm_config: Any, kv_cache_config: Any, layout: CacheLayout) -> DomainRecord:
-    """The engine's cache domain."""
+    """The engine's cache domain. Raises ``UnsupportedError`` where it cannot be told."""
     import vllm
 
     model, cache, parallel = (
@@ -125,24 +175,38 @@ def cache_domain(vllm_config: Any, kv_cache_config: Any, layout: CacheLayout) ->
         vllm_config.cache_config,
         vllm_config.parallel_config,
     )
-    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    specs = [s for group in kv_cache_config.kv_cache_groups for s in _layer_specs(group)]
     speculative = vllm_config.speculative_config
+    scheduler_block = _block_sizes(vllm_config, kv_cache_config)[0]
+    if scheduler_block != layout.boundary_tokens:
+        raise UnsupportedError(
+            f"vLLM schedules in blocks of {scheduler_block} tokens, its KV cache groups meet every "
+            f"{layout.boundary_tokens}: unset --block-size and --mamba-block-size"
+        )
+    kv_layout = kv_cache_config.kv_cache_layout or cache.kv_cache_layout
+    if not kv_layout:
+        raise UnsupportedError(
+            "vLLM has not said how KV pages are laid out; set VLLM_KV_CACHE_LAYOUT"
+        )
+    algorithm = str(cache.prefix_caching_hash_algo)
     return DomainRecord(
-        model=_digest(_stable_config(model.hf_config)),
-        weights=weights_fingerprint(str(model.model)),
-        revision=str(model.revision or ""),
-        quantization=str(model.quantization or ""),
+        model=model_digest(model.hf_config),
+        weights=_weights(model, vllm_config.load_config),
+        revision=revision_of(model),
+        quantization=quantization_name(model),
+        compute_dtype=_dtype(model.dtype),
+        draft_model=_draft_model(speculative, model, vllm_config.load_config),
         layout=layout,
-        hash_function=str(cache.prefix_caching_hash_algo),
-        hash_probe=_hash_probe(str(cache.prefix_caching_hash_algo)),
-        kv_dtype="/".join(sorted({str(s.dtype) for s in specs if hasattr(s, "dtype")})),
-        state_dtypes=tuple(
-            str(dtype) for spec in specs if hasattr(spec, "dtypes") for dtype in spec.dtypes
-        ),
+        scheduler_block_tokens=scheduler_block,
+        hash_function=algorithm,
+        hash_probe=hash_probe(algorithm),
+        kv_dtype=_kv_dtype(specs, str(cache.cache_dtype)),
+        state_dtypes=_state_dtypes(specs),
         conv_layout=_conv_layout() if layout.has_recurrent else "",
-        kv_layout=str(kv_cache_config.kv_cache_layout or ""),
-        attention_backend=_attention_backend(vllm_config),
-        platform=_platform(),
+        kv_layout=str(kv_layout),
+        attention_backend=_attention_backend(vllm_config, specs),
+        platform=platform_name(),
+        cpu_isa=cpu_isa(),
         tensor_parallel=parallel.tensor_parallel_size,
         pipeline_parallel=parallel.pipeline_parallel_size,
         speculative_tokens=speculative.num_speculative_tokens if speculative else 0,
@@ -150,46 +214,47 @@ def cache_domain(vllm_config: Any, kv_cache_config: Any, layout: CacheLayout) ->
     )
 
 
-def weights_fingerprint(model: str) -> str:
-    """Digest that tells two sets of weights apart without reading all of them: of every
-    safetensors file of a local model its name, size, header and three samples. For a model that
-    is no local directory its name stands in; name a revision then."""
-    folder = Path(model)
-    files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
-    if not files:
-        return _digest(model)
-    digest = hashlib.sha256()
-    for file in files:
-        size = file.stat().st_size
-        digest.update(f"{file.name}:{size}:".encode())
-        with file.open("rb") as stream:
-            for position in (0, size // 2, max(size - _SAMPLE_BYTES, 0)):
-                stream.seek(position)
-                digest.update(stream.read(_SAMPLE_BYTES))
-    return digest.hexdigest()[:16]
+def _weights(model: Any, load: Any) -> str:
+    return weights_fingerprint(
+        str(model.model),
+        revision=model.revision,
+        cache=load.download_dir,
+        dummy=str(load.load_format) == "dummy",
+    )
 
 
-def _stable_config(hf_config: Any) -> dict[str, Any]:
-    """The configuration without what differs between copies of one model."""
-    config: dict[str, Any] = dict(hf_config.to_dict())
-    for name in ("_name_or_path", "transformers_version"):
-        config.pop(name, None)
-    return config
+def _draft_model(speculative: Any, target: Any, load: Any) -> str:
+    """Method, configuration and weights of what drafts; "" where nothing does."""
+    if speculative is None:
+        return ""
+    name = str(speculative.method or "")
+    draft = speculative.draft_model_config
+    if draft is None or draft is target:
+        return name
+    return f"{name}:{model_digest(draft.hf_config)}:{_weights(draft, load)}"
 
 
-def _digest(value: Any) -> str:
-    text = json.dumps(value, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+def _dtype(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
-def _hash_probe(algorithm: str) -> str:
-    """Chained hash of a fixed token sequence, as the engine computes it."""
-    from vllm.utils.hashing import get_hash_fn_by_name
-    from vllm.v1.core.kv_cache_utils import hash_block_tokens, init_none_hash
+def _kv_dtype(specs: Sequence[Any], configured: str) -> str:
+    """Element types of the attention layers. A quantised cache is stored as plain bytes, so what
+    the bytes mean is added."""
+    names = set()
+    for spec in specs:
+        if hasattr(spec, "dtype"):
+            name = _dtype(spec.dtype)
+            quantised = bool(int(getattr(spec, "kv_quant_mode", 0))) or name in ("uint8", "int8")
+            meaning = configured if quantised and configured != "auto" else ""
+            names.add(f"{name}:{'fp8_e4m3' if meaning == 'fp8' else meaning}".rstrip(":"))
+    return ", ".join(sorted(names))
 
-    function = get_hash_fn_by_name(algorithm)
-    init_none_hash(function)
-    return bytes(hash_block_tokens(function, None, _PROBE_TOKENS, None)).hex()
+
+def _state_dtypes(specs: Sequence[Any]) -> tuple[str, ...]:
+    """Element types of a state's parts, of each kind of state once."""
+    kinds = dict.fromkeys(tuple(map(_dtype, s.dtypes)) for s in specs if hasattr(s, "dtypes"))
+    return tuple(name for kind in kinds for name in kind)
 
 
 def _conv_layout() -> str:
@@ -198,23 +263,37 @@ def _conv_layout() -> str:
     return str(get_conv_state_layout())
 
 
-def _attention_backend(vllm_config: Any) -> str:
-    backend = getattr(getattr(vllm_config, "attention_config", None), "backend", None)
-    return str(getattr(backend, "name", backend) or "auto")
+def _attention_backend(vllm_config: Any, specs: Sequence[Any]) -> str:
+    """Names of the attention backends, as configured or else as vLLM chooses them. The layers
+    themselves, which would tell, live in other processes."""
+    from vllm.v1 import kv_cache_interface as kv
+
+    attention = vllm_config.attention_config
+    if attention.backend is not None:
+        names = [attention.backend.name]
+    else:
+        chosen = [_chosen_backend(vllm_config, s) for s in specs if isinstance(s, kv.AttentionSpec)]
+        names = sorted(set(chosen))
+    kinds = sorted(f"{kind}={one.name}" for kind, one in attention.backend_per_kind.items())
+    return ", ".join([*names, *kinds])
 
 
-def _platform() -> str:
-    """Device family; on a CPU also the instruction set, which decides a page's interior."""
-    from vllm.platforms import current_platform
+def _chosen_backend(vllm_config: Any, spec: Any) -> str:
+    from vllm.config import set_current_vllm_config
+    from vllm.v1 import kv_cache_interface as kv
+    from vllm.v1.attention.selector import get_attn_backend
 
-    if not current_platform.is_cpu():
-        return f"{current_platform.device_name}:{current_platform.get_device_name()}"
-    flags: set[str] = set()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        line = next(
-            (x for x in cpuinfo.read_text().splitlines() if x.startswith(("flags", "Features"))), ""
-        )
-        flags = set(line.partition(":")[2].split())
-    wide = [f for f in ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve") if f in flags]
-    return f"cpu:{platform.machine()}:{'+'.join(wide)}"
+    try:
+        with set_current_vllm_config(vllm_config):
+            return str(
+                get_attn_backend(
+                    spec.head_size,
+                    vllm_config.model_config.dtype,
+                    vllm_config.cache_config.cache_dtype,
+                    use_mla=isinstance(spec, (kv.MLAAttentionSpec, kv.SlidingWindowMLASpec)),
+                    has_sliding_window=isinstance(spec, kv.SlidingWindowSpec),
+                ).get_name()
+            )
+    except Exception as error:  # the choice is vLLM's business; it fails in many ways
+        logger.info("backhaul: the attention backend cannot be told (%s)", error)
+        return "auto"

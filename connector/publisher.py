@@ -17,6 +17,7 @@ from backhaul.connector.catalog import Catalog
 from backhaul.connector.endpoints import decode_end, wants_decode_end
 from backhaul.connector.jobs import BlockHolds, Job, JobBook
 from backhaul.connector.messages import BlockRef, PublishJob
+from backhaul.connector.presence import Presence
 from backhaul.connector.stats import StatsRecorder
 from backhaul.connector.tracking import Pin, TrackedRequest
 from backhaul.protocols.checkpoint import (
@@ -27,7 +28,7 @@ from backhaul.protocols.checkpoint import (
     Reason,
 )
 from backhaul.protocols.layout import CacheLayout, GroupKind, block_hash_index, required_blocks
-from backhaul.protocols.options import Options
+from backhaul.protocols.options import NoPath, Options
 from backhaul.transfer.base import Store
 
 logger = logging.getLogger(__name__)
@@ -53,6 +54,7 @@ class _Sending:
     upto: int
     started: float
     finished_at: float | None = None
+    pathless: bool = False
 
 
 class Publisher:
@@ -71,6 +73,7 @@ class Publisher:
         holds: BlockHolds,
         book: JobBook,
         stats: StatsRecorder,
+        presence: Presence | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._options = options
@@ -84,6 +87,7 @@ class Publisher:
         self._holds = holds
         self._book = book
         self._stats = stats
+        self._presence = presence
         self._clock = clock
         self._outbox: list[PublishJob] = []
         self._sending: dict[int, _Sending] = {}
@@ -162,11 +166,18 @@ class Publisher:
                 committed=committed, total_tokens=tracked.request.num_tokens, grid=self._grid
             )
             pin = tracked.pins.get(tracked.decode_pin)
-            if pin is not None and pin.boundary <= end:
+            withheld = pin is None and tracked.pathless
+            pathless = withheld or not self._has_path(tracked)
+            if withheld or (pathless and self._options.no_path is NoPath.DISABLE):
+                if end and end >= tracked.request.num_prompt_tokens - 1:
+                    self._stats.count("publication_failures", Reason.NO_PUBLICATION_PATH)
+            elif pin is not None and pin.boundary <= end:
                 publication = tracked.publication or self._new_publication(tracked)
                 sent = self._publish(
                     tracked, pin, (CheckpointKind.DECODE_END,), table, publication, last=True
                 )
+                if sent and pathless:
+                    next(reversed(self._sending.values())).pathless = True
             elif end >= tracked.request.num_prompt_tokens:
                 self._stats.count("publication_failures", Reason.STATE_MISSING)
         if not sent:
@@ -210,7 +221,19 @@ class Publisher:
     def _may_be_decode_end(self, tracked: TrackedRequest, boundary: int) -> bool:
         """A reply of one token ends at n = prompt length, and a handed-over state at one less."""
         reached = boundary >= tracked.request.num_prompt_tokens - 1
-        return reached and wants_decode_end(self._options.policy)
+        if not (reached and wants_decode_end(self._options.policy)):
+            return False
+        if self._options.no_path is NoPath.DISABLE and not self._has_path(tracked):
+            tracked.pathless = True
+            return False
+        return True
+
+    def _has_path(self, tracked: TrackedRequest) -> bool:
+        """Whether anybody can load this request's D_end; asks again soon where nobody can."""
+        if self._presence is None or self._presence.has_path(own_prefill=tracked.carries_prompt):
+            return True
+        self._presence.missed()
+        return False
 
     def _pin(
         self,
@@ -364,6 +387,8 @@ class Publisher:
         if job.reason is None:
             for kind in sending.kinds:
                 self._stats.count("publications", kind)
+            if sending.pathless:
+                self._stats.count("publication_failures", Reason.NO_PUBLICATION_PATH)
             self._stats.observe("publish_seconds", now - sending.started)
             if sending.finished_at is not None:
                 self._stats.observe("finish_to_consumable_seconds", now - sending.finished_at)

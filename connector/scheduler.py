@@ -10,15 +10,21 @@ from vllm.v1.request import RequestStatus
 
 from backhaul.connector.catalog import Catalog
 from backhaul.connector.consumer import Consumer
-from backhaul.connector.endpoints import parse_hints, prompt_ends, publishes_decode_end
+from backhaul.connector.endpoints import (
+    parse_hints,
+    prompt_ends,
+    publishes_decode_end,
+    wants_decode_end,
+)
 from backhaul.connector.engine import EngineFacts
 from backhaul.connector.jobs import BlockHolds, JobBook
 from backhaul.connector.messages import StepMetadata, WorkerReport
+from backhaul.connector.presence import Presence
 from backhaul.connector.publisher import Publisher
 from backhaul.connector.stats import BackhaulStats, StatsRecorder
 from backhaul.connector.tracking import Load, TrackedRequest
 from backhaul.protocols.options import FinishReason, Options
-from backhaul.transfer.base import Store
+from backhaul.transfer.base import Member, Store
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +59,14 @@ class SchedulerHalf:
         self._book = JobBook(facts.layout.ranks)
         self._holds = BlockHolds(int(facts.num_blocks * options.max_pinned_fraction))
         self._catalog = Catalog(store, facts.domain, options)
+        self._presence = Presence(
+            store,
+            facts.domain,
+            Member(facts.engine_id, loads=loads, publishes=publishes),
+            address=options.store,
+            no_path=options.no_path,
+            wants_path=publishes and wants_decode_end(options.policy),
+        )
         self._publisher = Publisher(
             options=options,
             layout=facts.layout,
@@ -64,6 +78,7 @@ class SchedulerHalf:
             holds=self._holds,
             book=self._book,
             stats=self._stats,
+            presence=self._presence,
         )
         self._consumer = (
             Consumer(
@@ -227,6 +242,7 @@ class SchedulerHalf:
     def shutdown(self) -> None:
         """Stop the catalog threads and close the store."""
         self._catalog.close()
+        self._presence.close()
         self._store.close()
 
     # -- helpers ------------------------------------------------------------------------------

@@ -51,6 +51,7 @@ def _in_order(*fragments: str) -> Callable[[Any], bool]:
 
 _BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 _SCHEDULER = "vllm.v1.core.sched.scheduler"
+_HASHES = "vllm.v1.core.kv_cache_utils"
 
 SURFACES: tuple[Surface, ...] = (
     Surface(
@@ -133,6 +134,42 @@ SURFACES: tuple[Surface, ...] = (
     Surface(
         "vllm.v1.kv_cache_interface", "KVCacheConfig", "hash unit and groups",
         _source_has("hash_block_size", "prefix_cacheable_group_ids", "kv_cache_layout"),
+    ),
+    Surface(
+        "vllm.v1.kv_cache_interface", "KVCacheGroupSpec", "draft groups",
+        _source_has("is_eagle_group", "layer_names", "kv_cache_spec"),
+    ),
+    Surface(
+        "vllm.v1.kv_cache_interface", "AttentionSpec", "a page's interior",
+        _source_has(
+            "num_kv_heads", "head_size_v", "kv_quant_mode", "num_head_slots",
+            "state_content_bytes", "tokens_per_state", "real_page_size_bytes",
+        ),
+    ),
+    Surface(
+        "vllm.v1.kv_cache_interface", "RSWASpec", "groups that drop generated blocks",
+        _source_has("rswa_window"),
+    ),
+    Surface(
+        _HASHES, "resolve_kv_cache_block_sizes", "derived block sizes",
+        _parameters("kv_cache_config", "vllm_config"),
+    ),
+    Surface(_HASHES, "resolve_none_hash_seed", "start of the hash chain", _parameters("hash_fn")),
+    Surface(
+        _HASHES, "init_none_hash", "start of the hash chain",
+        _source_has("resolve_none_hash_seed(hash_fn)", "hash_fn(_NONE_HASH_SEED)"),
+    ),
+    Surface(
+        _HASHES, "hash_block_tokens", "links of the hash chain",
+        _parameters("hash_function", "parent_block_hash", "curr_block_token_ids", "extra_keys"),
+    ),
+    Surface(
+        "vllm.v1.attention.selector", "get_attn_backend", "choice of the attention backend",
+        _parameters("head_size", "dtype", "kv_cache_dtype", "use_mla", "has_sliding_window"),
+    ),
+    Surface(
+        "vllm.model_executor.layers.mamba.mamba_utils", "get_conv_state_layout",
+        "convolution layout", _parameters(),
     ),
 )  # fmt: skip
 

@@ -58,6 +58,7 @@ class TrackedRequest:
     stops: list[int] = field(default_factory=list)
     pins: dict[int, Pin] = field(default_factory=dict)
     decode_pin: int = 0
+    pathless: bool = False  # a decode position was not pinned, for want of a publication path
     sent: set[int] = field(default_factory=set)  # boundaries whose prompt ends were published
     preemptions: int = 0
     denied: set[int] = field(default_factory=set)

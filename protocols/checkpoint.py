@@ -75,7 +75,8 @@ class CheckpointMatch(msgspec.Struct, frozen=True, kw_only=True):
     """One candidate that a lookup answers: retained and hash-matched by construction.
 
     ``consumable`` is False with exactly one ``reason``; ``age_s``: seconds since it
-    was committed.
+    was committed. With ``DOMAIN_MISMATCH``, ``domain`` is where it lies and ``field`` the path of
+    the first field in which that domain differs (see ``comparison``).
     """
 
     boundary: int
@@ -84,3 +85,5 @@ class CheckpointMatch(msgspec.Struct, frozen=True, kw_only=True):
     reason: Reason | None = None
     age_s: float = 0.0
     producer: str = ""
+    field: str = ""
+    domain: DomainId = DomainId("")

@@ -1,44 +1,52 @@
 """The cache domain: everything that decides whether one worker's bytes fit another.
 
 The record is canonical JSON (sorted keys, no spaces); its SHA-256 gives the short id under which
-objects are stored. Every field is kept, so that a mismatch can be named. Two workers exchange
-bytes only inside one id.
+objects are stored. Every field is kept, so that a mismatch can be named (see ``comparison``). Two
+workers exchange bytes only inside one id.
 """
 
 from __future__ import annotations
 
 import hashlib
-from typing import Any
 
 import msgspec
 
 from backhaul.protocols.checkpoint import DomainId
-from backhaul.protocols.errors import StoreRejected
+from backhaul.protocols.errors import StoreRejected, UnsupportedError
 from backhaul.protocols.layout import CacheLayout
 
-DOMAIN_VERSION = 1
-"""Version of the record's meaning. 1: first version."""
+DOMAIN_VERSION = 2
+"""Version of the record's meaning.
+
+1: first version.
+2: compute type, drafting model, CPU instruction set and scheduler block as fields of their own;
+   groups name their layers, their page's interior and whether they belong to the draft.
+"""
 
 
-class DomainRecord(msgspec.Struct, frozen=True, kw_only=True):
+class DomainRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What must be equal for a byte to be shared.
 
     Attributes:
         version: ``DOMAIN_VERSION`` of the writer.
-        model: digest of the model's configuration.
+        model: digest of the model's configuration, quantisation excluded.
         weights: digest that tells two sets of weights with one configuration apart.
-        revision: revision of the weights, where one was named.
-        quantization: quantisation method, or "".
-        layout: groups, block sizes, hash unit, ranks.
+        revision: revision of the weights, resolved where it can be, else as it was named.
+        quantization: quantisation method and a digest of its parameters, or "".
+        compute_dtype: element type in which the model computes.
+        draft_model: method, configuration and weights of the model that drafts, or "".
+        layout: groups, block sizes, hash unit (vLLM's prefix match unit), ranks.
+        scheduler_block_tokens: grid on which vLLM's scheduler hits and cuts, in tokens.
         hash_function: name of the prefix hash.
         hash_probe: hex of that function's chained hash over a fixed token sequence: differs where
             seeds or serialisation do.
-        kv_dtype: element type of attention KV.
+        kv_dtype: element types of attention KV, quantisation of the cache included.
         state_dtypes: element types of the recurrent states, in the order of the state's parts.
         conv_layout: order of the convolution state's dimensions (vLLM: SD or DS), or "".
         kv_layout: order of an attention page's dimensions.
-        attention_backend: name of the kernel family whose page interior this is.
-        platform: device family, with the CPU's instruction set where it decides the interior.
+        attention_backend: names of the kernel families whose page interior this is.
+        platform: device family and model.
+        cpu_isa: instruction sets that decide a page's interior on a CPU, or "".
         tensor_parallel, pipeline_parallel: sharding of every object.
         speculative_tokens: draft tokens; they change the recurrent page.
         vllm: major and minor version of vLLM, whose layouts may change between versions.
@@ -49,7 +57,10 @@ class DomainRecord(msgspec.Struct, frozen=True, kw_only=True):
     weights: str
     revision: str = ""
     quantization: str = ""
+    compute_dtype: str = ""
+    draft_model: str = ""
     layout: CacheLayout
+    scheduler_block_tokens: int = 0
     hash_function: str
     hash_probe: str
     kv_dtype: str
@@ -58,6 +69,7 @@ class DomainRecord(msgspec.Struct, frozen=True, kw_only=True):
     kv_layout: str = ""
     attention_backend: str = ""
     platform: str
+    cpu_isa: str = ""
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     speculative_tokens: int = 0
@@ -73,25 +85,22 @@ class DomainRecord(msgspec.Struct, frozen=True, kw_only=True):
         return DomainId(hashlib.sha256(self.canonical()).hexdigest()[:16])
 
 
+class _Version(msgspec.Struct):
+    version: int
+
+
 def parse_domain(record: bytes) -> DomainRecord:
     """Read a canonical record. Raises ``StoreRejected`` where it is not one of this version."""
     try:
-        domain = msgspec.json.decode(record, type=DomainRecord)
+        # First, and alone: a record of another version need not have this one's fields.
+        version = msgspec.json.decode(record, type=_Version).version
+        if version != DOMAIN_VERSION:
+            raise StoreRejected(
+                f"domain record of version {version}, this side speaks {DOMAIN_VERSION}: "
+                "run the same Backhaul on both sides"
+            )
+        return msgspec.json.decode(record, type=DomainRecord)
     except (msgspec.DecodeError, ValueError, TypeError) as error:
         raise StoreRejected(f"malformed domain record: {error}") from None
-    except Exception as error:  # layout checks raise UnsupportedError
+    except UnsupportedError as error:
         raise StoreRejected(f"domain record with an impossible layout: {error}") from None
-    if domain.version != DOMAIN_VERSION:
-        raise StoreRejected(
-            f"domain record of version {domain.version}, this side speaks {DOMAIN_VERSION}"
-        )
-    return domain
-
-
-def differing_fields(a: DomainRecord, b: DomainRecord) -> dict[str, tuple[Any, Any]]:
-    """Field name -> (value in a, value in b) of every field that differs; empty when equal."""
-    return {
-        name: (getattr(a, name), getattr(b, name))
-        for name in DomainRecord.__struct_fields__
-        if getattr(a, name) != getattr(b, name)
-    }

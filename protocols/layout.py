@@ -39,6 +39,10 @@ class GroupLayout(msgspec.Struct, frozen=True, kw_only=True):
         block_tokens: tokens per block.
         window_tokens: tokens that a sliding window reads, the current one included; 0 otherwise.
         page_bytes: bytes of one block of one layer, unpadded; part of the cache domain.
+        draft: whether its layers belong to the model that drafts.
+        layers: number of layers; an object holds one page of each.
+        members: digest of the layers' names in their order, which is the order inside an object.
+        interior: what a page consists of (heads, sizes, state shapes), as people read it.
     """
 
     index: int
@@ -46,6 +50,10 @@ class GroupLayout(msgspec.Struct, frozen=True, kw_only=True):
     block_tokens: int
     window_tokens: int = 0
     page_bytes: int = 0
+    draft: bool = False
+    layers: int = 0
+    members: str = ""
+    interior: str = ""
 
 
 class CacheLayout(msgspec.Struct, frozen=True, kw_only=True):

@@ -32,6 +32,15 @@ class FinishReason(enum.StrEnum):
     ABORT = "abort"
 
 
+class NoPath(enum.StrEnum):
+    """What becomes of a D_end that nobody can load."""
+
+    DISABLE = "disable"
+    """It is neither pinned nor sent."""
+    REPORT = "report"
+    """It is published, for whoever comes later, and reported."""
+
+
 class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Options of one engine. Defaults are right for a P/D pair on a local network.
 
@@ -39,6 +48,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         store: where the store is, e.g. ``backhaul://127.0.0.1:7400``.
         policy: which ends this engine publishes.
         publish_on: finish reasons whose D_end is published.
+        no_path: what becomes of D_end while no engine that loads is known to the store, or the
+            store cannot be reached: not kept, or published and reported.
         publish_prompt_end: also publish P_end. Unset: only where the store has to carry
             prefill -> decode (no other connector does) or the policy is ``main_sparse``.
         stream_ahead: send finished attention blocks while the request still decodes.
@@ -57,6 +68,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     store: str
     policy: Policy = Policy.BOTH
     publish_on: tuple[FinishReason, ...] = (FinishReason.STOP,)
+    no_path: NoPath = NoPath.REPORT
     publish_prompt_end: bool | None = None
     stream_ahead: bool = True
     stream_min_bytes: Annotated[int, msgspec.Meta(ge=1)] = 1 << 20
@@ -94,6 +106,7 @@ def parse_options(raw: Mapping[str, Any]) -> Options:
         value = f" (got {raw.get(name)!r})" if name in raw else ""
         valid = {
             "policy": ", ".join(Policy),
+            "no_path": ", ".join(NoPath),
             "publish_on": "a list of " + ", ".join(FinishReason),
         }.get(name)
         hint = f"; valid: {valid}" if valid else ""

@@ -34,16 +34,44 @@ class HelloReply(_message.Message):
     def __init__(self, instance_id: _Optional[str] = ..., agent_name: _Optional[str] = ..., agent_metadata: _Optional[bytes] = ..., pool_address: _Optional[int] = ..., capacity_bytes: _Optional[int] = ..., publication_ttl_s: _Optional[float] = ..., lease_ttl_max_s: _Optional[float] = ...) -> None: ...
 
 class OpenDomainRequest(_message.Message):
-    __slots__ = ("record",)
+    __slots__ = ("record", "member", "loads", "publishes")
     RECORD_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    LOADS_FIELD_NUMBER: _ClassVar[int]
+    PUBLISHES_FIELD_NUMBER: _ClassVar[int]
     record: bytes
-    def __init__(self, record: _Optional[bytes] = ...) -> None: ...
+    member: str
+    loads: bool
+    publishes: bool
+    def __init__(self, record: _Optional[bytes] = ..., member: _Optional[str] = ..., loads: _Optional[bool] = ..., publishes: _Optional[bool] = ...) -> None: ...
+
+class OtherDomain(_message.Message):
+    __slots__ = ("domain_id", "field", "ours", "theirs", "loaders", "publishers")
+    DOMAIN_ID_FIELD_NUMBER: _ClassVar[int]
+    FIELD_FIELD_NUMBER: _ClassVar[int]
+    OURS_FIELD_NUMBER: _ClassVar[int]
+    THEIRS_FIELD_NUMBER: _ClassVar[int]
+    LOADERS_FIELD_NUMBER: _ClassVar[int]
+    PUBLISHERS_FIELD_NUMBER: _ClassVar[int]
+    domain_id: str
+    field: str
+    ours: str
+    theirs: str
+    loaders: int
+    publishers: int
+    def __init__(self, domain_id: _Optional[str] = ..., field: _Optional[str] = ..., ours: _Optional[str] = ..., theirs: _Optional[str] = ..., loaders: _Optional[int] = ..., publishers: _Optional[int] = ...) -> None: ...
 
 class OpenDomainReply(_message.Message):
-    __slots__ = ("domain_id",)
+    __slots__ = ("domain_id", "loaders", "publishers", "elsewhere")
     DOMAIN_ID_FIELD_NUMBER: _ClassVar[int]
+    LOADERS_FIELD_NUMBER: _ClassVar[int]
+    PUBLISHERS_FIELD_NUMBER: _ClassVar[int]
+    ELSEWHERE_FIELD_NUMBER: _ClassVar[int]
     domain_id: str
-    def __init__(self, domain_id: _Optional[str] = ...) -> None: ...
+    loaders: int
+    publishers: int
+    elsewhere: _containers.RepeatedCompositeFieldContainer[OtherDomain]
+    def __init__(self, domain_id: _Optional[str] = ..., loaders: _Optional[int] = ..., publishers: _Optional[int] = ..., elsewhere: _Optional[_Iterable[_Union[OtherDomain, _Mapping]]] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
     __slots__ = ("domain_id", "boundary_hashes", "above_tokens", "lease_s", "wait_s")
@@ -60,20 +88,24 @@ class LookupRequest(_message.Message):
     def __init__(self, domain_id: _Optional[str] = ..., boundary_hashes: _Optional[_Iterable[bytes]] = ..., above_tokens: _Optional[int] = ..., lease_s: _Optional[float] = ..., wait_s: _Optional[float] = ...) -> None: ...
 
 class Match(_message.Message):
-    __slots__ = ("boundary", "kinds", "consumable", "reason", "age_s", "producer")
+    __slots__ = ("boundary", "kinds", "consumable", "reason", "age_s", "producer", "field", "domain_id")
     BOUNDARY_FIELD_NUMBER: _ClassVar[int]
     KINDS_FIELD_NUMBER: _ClassVar[int]
     CONSUMABLE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     AGE_S_FIELD_NUMBER: _ClassVar[int]
     PRODUCER_FIELD_NUMBER: _ClassVar[int]
+    FIELD_FIELD_NUMBER: _ClassVar[int]
+    DOMAIN_ID_FIELD_NUMBER: _ClassVar[int]
     boundary: int
     kinds: _containers.RepeatedScalarFieldContainer[str]
     consumable: bool
     reason: str
     age_s: float
     producer: str
-    def __init__(self, boundary: _Optional[int] = ..., kinds: _Optional[_Iterable[str]] = ..., consumable: _Optional[bool] = ..., reason: _Optional[str] = ..., age_s: _Optional[float] = ..., producer: _Optional[str] = ...) -> None: ...
+    field: str
+    domain_id: str
+    def __init__(self, boundary: _Optional[int] = ..., kinds: _Optional[_Iterable[str]] = ..., consumable: _Optional[bool] = ..., reason: _Optional[str] = ..., age_s: _Optional[float] = ..., producer: _Optional[str] = ..., field: _Optional[str] = ..., domain_id: _Optional[str] = ...) -> None: ...
 
 class LookupReply(_message.Message):
     __slots__ = ("matches", "lease_id", "waited_s")

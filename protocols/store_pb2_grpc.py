@@ -112,7 +112,7 @@ class CatalogServicer:
         raise NotImplementedError('Method not implemented!')
 
     def OpenDomain(self, request, context):
-        """Makes a cache domain known. Repeating it is harmless.
+        """Makes a cache domain known and tells who else uses it. Repeating it is harmless.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -171,6 +171,41 @@ class CheckpointInfo(NamedTuple):
     producer: str
 
 
+class Member(NamedTuple):
+    """An engine that uses a domain. ``name`` is unique; without any role it leaves."""
+
+    name: str
+    loads: bool
+    publishes: bool
+
+
+class Elsewhere(NamedTuple):
+    """Engines of another domain, and the first field in which it differs, with both values."""
+
+    domain: DomainId
+    field: str
+    ours: str
+    theirs: str
+    loaders: int
+    publishers: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peers:
+    """The other engines of a store, as it saw them lately.
+
+    Attributes:
+        known: False where the backend keeps no such table; the rest means nothing then.
+        loaders, publishers: engines of the same domain, without the one that asks.
+        elsewhere: other domains that somebody uses.
+    """
+
+    known: bool = True
+    loaders: int = 0
+    publishers: int = 0
+    elsewhere: tuple[Elsewhere, ...] = ()
+
+
 @dataclass(frozen=True, kw_only=True)
 class StoreStats:
     """Occupancy now, and monotone counters since the store started."""
@@ -211,6 +246,14 @@ class Store(abc.ABC):
     @abc.abstractmethod
     def open_domain(self, record: DomainRecord, *, timeout_s: float) -> DomainId:
         """Make the domain known. Other methods do this by themselves after a restart."""
+
+    def join(self, record: DomainRecord, member: Member, *, timeout_s: float) -> Peers:
+        """Make the domain known, say that ``member`` uses it, and learn who else does. To be
+        repeated every few seconds: whoever is silent for a minute is forgotten.
+
+        A backend that keeps no table of its clients says so."""
+        self.open_domain(record, timeout_s=timeout_s)
+        return Peers(known=False)
 
     @abc.abstractmethod
     def announce(

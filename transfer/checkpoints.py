@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
+
+import msgspec
 
 from backhaul.protocols.checkpoint import (
     CheckpointManifest,
@@ -11,6 +14,8 @@ from backhaul.protocols.checkpoint import (
     DomainId,
     Reason,
 )
+from backhaul.protocols.comparison import compare
+from backhaul.protocols.domain import DomainRecord
 from backhaul.protocols.layout import GroupKind
 from backhaul.transfer.base import CheckpointInfo
 from backhaul.transfer.entries import (
@@ -136,8 +141,16 @@ class CheckpointTable:
         for home in self.domains_of.get(block_hash, ()):
             foreign = home.checkpoints[block_hash]
             if foreign.boundary == boundary:
-                return _unusable(foreign, Reason.DOMAIN_MISMATCH, now - foreign.created_at)
+                match = _unusable(foreign, Reason.DOMAIN_MISMATCH, now - foreign.created_at)
+                field = differing_field(domain.record, home.record)
+                return msgspec.structs.replace(match, field=field, domain=home.id)
         return None
+
+
+@functools.lru_cache(maxsize=4096)
+def differing_field(ours: DomainRecord, theirs: DomainRecord) -> str:
+    """Path of the first field that keeps ``theirs`` bytes from being used in ``ours``."""
+    return compare(ours, theirs).field
 
 
 def touch_chain(checkpoint: Checkpoint, manifest: CheckpointManifest, now: float) -> None:

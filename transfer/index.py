@@ -39,6 +39,8 @@ from backhaul.transfer.base import (
     CheckpointInfo,
     CommitResult,
     Grant,
+    Member,
+    Peers,
     StoreStats,
     Written,
 )
@@ -67,11 +69,13 @@ from backhaul.transfer.index_input import (
     check_boundary,
     check_commit,
     check_hash,
+    check_name,
     check_wants,
     required_keys,
     seconds,
 )
 from backhaul.transfer.leases import LeaseTable, Location, locate
+from backhaul.transfer.members import MemberTable
 from backhaul.transfer.objects import ObjectTable
 from backhaul.transfer.publications import PublicationTable
 
@@ -153,6 +157,7 @@ class BlockIndex:
         self.announcements: dict[Announcement, None] = {}  # oldest first
         self.counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         self.counters.update({f"unconsumable_{reason}": 0 for reason in _UNCONSUMABLE})
+        self.members = MemberTable()
         self.checkpoints = CheckpointTable(self.objects, self.counters)
         self.publications = PublicationTable(self.objects, self.checkpoints, self.counters)
         self._deadlines: Deadlines[Publication | Lease | Announcement] = Deadlines()
@@ -176,6 +181,15 @@ class BlockIndex:
             )
         self.domains[domain_id].used_at = now
         return domain_id
+
+    def join(self, record: DomainRecord, member: Member, now: float) -> Peers:
+        """Make a domain known, note who uses it, and answer who else does."""
+        domain_id = self.open_domain(record, now)
+        check_name("member", member.name)
+        now = self._now
+        self.members.join(domain_id, member, now)
+        records = {one.id: one.record for one in self.domains.values()}
+        return self.members.peers(domain_id, member.name, records, now)
 
     # -- publications -------------------------------------------------------------------------
 

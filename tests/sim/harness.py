@@ -684,6 +684,7 @@ class SimEngine:
             time.sleep(0.0005)  # as the engine core does: lets transfer threads run
 
     def _count(self, stats: dict[str, Any]) -> None:
+        stats = stats.get("BackhaulConnector", stats)  # inside MultiConnector
         for name, value in stats.get("counters", {}).items():
             self.counters[name] += value
 

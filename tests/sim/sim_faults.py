@@ -21,7 +21,9 @@ from backhaul.transfer.base import (
     GrantStatus,
     LoadItem,
     LookupResult,
+    Member,
     MemoryRegion,
+    Peers,
     Store,
     StoreStats,
     TransferResult,
@@ -208,6 +210,10 @@ class FaultyStore(Store):
     def open_domain(self, record: DomainRecord, *, timeout_s: float) -> DomainId:
         self._records[record.domain_id] = record
         return self._inner().open_domain(record, timeout_s=timeout_s)
+
+    def join(self, record: DomainRecord, member: Member, *, timeout_s: float) -> Peers:
+        self._records[record.domain_id] = record
+        return self._inner().join(record, member, timeout_s=timeout_s)
 
     def announce(
         self, domain: DomainId, boundary: int, block_hash: bytes, *, ttl_s: float, timeout_s: float

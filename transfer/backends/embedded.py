@@ -44,7 +44,9 @@ from backhaul.transfer.base import (
     Grant,
     LoadItem,
     LookupResult,
+    Member,
     MemoryRegion,
+    Peers,
     Store,
     StoreStats,
     TransferResult,
@@ -204,6 +206,10 @@ class EmbeddedStore(Store):
         if self._payload is not None:
             self._keeper.peer(self._keeper.current(deadline), deadline)
         return domain
+
+    def join(self, record: DomainRecord, member: Member, *, timeout_s: float) -> Peers:
+        """See ``Store``. The domain is remembered even where this raises."""
+        return wire.peers(self._keeper.join(record, member, time.monotonic() + timeout_s))
 
     def announce(
         self, domain: DomainId, boundary: int, block_hash: bytes, *, ttl_s: float, timeout_s: float

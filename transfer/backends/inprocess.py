@@ -30,8 +30,10 @@ from backhaul.transfer.base import (
     Grant,
     LoadItem,
     LookupResult,
+    Member,
     MemoryKind,
     MemoryRegion,
+    Peers,
     Segments,
     Store,
     StoreStats,
@@ -146,6 +148,11 @@ class InProcessStore(Store):
         """See ``Store``."""
         with self._open():
             return self._index.open_domain(record, time.monotonic())
+
+    def join(self, record: DomainRecord, member: Member, *, timeout_s: float) -> Peers:
+        """See ``Store``."""
+        with self._open():
+            return self._index.join(record, member, time.monotonic())
 
     def announce(
         self, domain: DomainId, boundary: int, block_hash: bytes, *, ttl_s: float, timeout_s: float

@@ -13,6 +13,7 @@ from backhaul.protocols.checkpoint import DomainId
 from backhaul.protocols.domain import DomainRecord
 from backhaul.protocols.errors import StoreRejected, StoreUnavailable
 from backhaul.transfer.backends.rpc import PROTOCOL_VERSION, CatalogChannel, StoreTimeout
+from backhaul.transfer.base import Member
 from backhaul.transfer.entries import NotKnown
 from backhaul.transfer.nixl_agent import NixlAgent
 
@@ -88,6 +89,21 @@ class SessionKeeper:
             self._domains[record.domain_id] = record
         self.call("OpenDomain", store_pb2.OpenDomainRequest(record=record.canonical()), deadline)
         return record.domain_id
+
+    def join(
+        self, record: DomainRecord, member: Member, deadline: float
+    ) -> store_pb2.OpenDomainReply:
+        """As ``open_domain``, and say who uses it; the daemon's answer."""
+        with self._lock:
+            self._domains[record.domain_id] = record
+        request = store_pb2.OpenDomainRequest(
+            record=record.canonical(),
+            member=member.name,
+            loads=member.loads,
+            publishes=member.publishes,
+        )
+        reply: store_pb2.OpenDomainReply = self.call("OpenDomain", request, deadline)
+        return reply
 
     def call(
         self, method: str, request: Any, deadline: float, domain: DomainId | None = None

@@ -16,8 +16,10 @@ from backhaul.protocols.checkpoint import (
 )
 from backhaul.transfer.base import (
     CheckpointInfo,
+    Elsewhere,
     GrantStatus,
     LookupResult,
+    Peers,
     StoreStats,
     Written,
 )
@@ -67,6 +69,8 @@ def lookup_result(reply: store_pb2.LookupReply) -> LookupResult:
             reason=_reason(match.reason) if not match.consumable else None,
             age_s=match.age_s,
             producer=match.producer,
+            field=match.field,
+            domain=DomainId(match.domain_id),
         )
         for match in reply.matches
     )
@@ -87,6 +91,25 @@ def checkpoint_info(message: store_pb2.CheckpointInfo) -> CheckpointInfo:
         idle_s=message.idle_s,
         leases=message.leases,
         producer=message.producer,
+    )
+
+
+def peers(reply: store_pb2.OpenDomainReply) -> Peers:
+    """Who else uses a domain."""
+    return Peers(
+        loaders=reply.loaders,
+        publishers=reply.publishers,
+        elsewhere=tuple(
+            Elsewhere(
+                DomainId(one.domain_id),
+                one.field,
+                one.ours,
+                one.theirs,
+                one.loaders,
+                one.publishers,
+            )
+            for one in reply.elsewhere
+        ),
     )
 
 

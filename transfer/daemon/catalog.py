@@ -26,7 +26,7 @@ from backhaul.protocols.checkpoint import (
 )
 from backhaul.protocols.domain import parse_domain
 from backhaul.protocols.errors import BackhaulError, StoreFull, StoreRejected
-from backhaul.transfer.base import GrantStatus, Written
+from backhaul.transfer.base import GrantStatus, Member, Written
 from backhaul.transfer.daemon.pool import Pool
 from backhaul.transfer.entries import NotKnown
 from backhaul.transfer.index import BlockIndex
@@ -128,8 +128,28 @@ class Catalog(store_pb2_grpc.CatalogServicer):
         self, request: store_pb2.OpenDomainRequest, context: Any
     ) -> store_pb2.OpenDomainReply:
         """See store.proto."""
-        domain_id = self._index.open_domain(parse_domain(request.record), self._clock())
-        return store_pb2.OpenDomainReply(domain_id=domain_id)
+        record = parse_domain(request.record)
+        if not request.member:
+            domain_id = self._index.open_domain(record, self._clock())
+            return store_pb2.OpenDomainReply(domain_id=domain_id)
+        member = Member(request.member, request.loads, request.publishes)
+        peers = self._index.join(record, member, self._clock())
+        return store_pb2.OpenDomainReply(
+            domain_id=record.domain_id,
+            loaders=peers.loaders,
+            publishers=peers.publishers,
+            elsewhere=[
+                store_pb2.OtherDomain(
+                    domain_id=one.domain,
+                    field=one.field,
+                    ours=one.ours,
+                    theirs=one.theirs,
+                    loaders=one.loaders,
+                    publishers=one.publishers,
+                )
+                for one in peers.elsewhere
+            ],
+        )
 
     # -- loads --------------------------------------------------------------------------------
 
@@ -151,6 +171,8 @@ class Catalog(store_pb2_grpc.CatalogServicer):
                 reason=match.reason.value if match.reason else "",
                 age_s=match.age_s,
                 producer=match.producer,
+                field=match.field,
+                domain_id=match.domain,
             )
             for match in answer.matches
         ]

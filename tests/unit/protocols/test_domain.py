@@ -1,9 +1,12 @@
 """The cache domain: canonical, complete, and every difference named."""
 
+import json
+
 import msgspec
 import pytest
 
-from backhaul.protocols.domain import DomainRecord, differing_fields, parse_domain
+from backhaul.protocols.comparison import compare
+from backhaul.protocols.domain import DOMAIN_VERSION, DomainRecord, parse_domain
 from backhaul.protocols.errors import StoreRejected
 from backhaul.protocols.layout import CacheLayout, GroupKind, GroupLayout
 
@@ -21,10 +24,12 @@ RECORD = DomainRecord(
 )  # fmt: skip
 
 CHANGES: dict[str, object] = {
-    "version": 2, "model": "other", "weights": "other", "revision": "r", "quantization": "fp8",
+    "version": 99, "model": "other", "weights": "other", "revision": "r", "quantization": "fp8",
+    "compute_dtype": "float16", "draft_model": "mtp", "scheduler_block_tokens": 128,
     "layout": CacheLayout(groups=LAYOUT.groups, hash_tokens=32), "hash_function": "xxhash",
     "hash_probe": "01", "kv_dtype": "fp8", "state_dtypes": ("float32", "float32"),
     "conv_layout": "SD", "kv_layout": "HND", "attention_backend": "other", "platform": "cuda",
+    "cpu_isa": "avx512f",
     "tensor_parallel": 2, "pipeline_parallel": 2, "speculative_tokens": 3, "vllm": "0.33",
 }  # fmt: skip
 
@@ -37,19 +42,39 @@ def test_changes_cover_every_field() -> None:
 def test_every_field_decides_the_id_and_is_named(field: str) -> None:
     other = msgspec.structs.replace(RECORD, **{field: CHANGES[field]})
     assert other.domain_id != RECORD.domain_id
-    assert set(differing_fields(RECORD, other)) == {field}
+    path = "layout.hash_tokens" if field == "layout" else field
+    assert [one.path for one in compare(RECORD, other).differences] == [path]
 
 
 def test_equal_records_have_one_id_and_no_difference() -> None:
     copy = parse_domain(RECORD.canonical())
     assert copy == RECORD
     assert copy.domain_id == RECORD.domain_id
-    assert differing_fields(copy, RECORD) == {}
+    assert compare(copy, RECORD).differences == ()
+
+
+def test_the_encoding_is_canonical_and_never_changes_within_a_version() -> None:
+    """A change of this digest parts every running cluster: raise DOMAIN_VERSION with it."""
+    assert (DOMAIN_VERSION, RECORD.domain_id) == (2, "26632e4253620846")
+    text = json.dumps(json.loads(RECORD.canonical()), sort_keys=True, separators=(",", ":"))
+    assert text.encode() == RECORD.canonical()
+
+
+@pytest.mark.parametrize("version", [1, DOMAIN_VERSION + 1])
+def test_a_record_of_another_version_is_refused_by_its_version(version: int) -> None:
+    """Whatever fields it has: it is not malformed."""
+    for record in (
+        {"version": version, "of": "another shape"},
+        {**msgspec.to_builtins(RECORD), "version": version},
+    ):
+        with pytest.raises(StoreRejected, match=rf"of version {version}, this side speaks 2"):
+            parse_domain(msgspec.json.encode(record))
 
 
 @pytest.mark.parametrize(
     "record",
     [
+        msgspec.json.encode({**msgspec.to_builtins(RECORD), "unknown": 1}),
         b"", b"{", b"[]", b"{}", b"\xff\xfe",
         msgspec.json.encode({**msgspec.to_builtins(RECORD), "tensor_parallel": "two"}),
         msgspec.json.encode({**msgspec.to_builtins(RECORD), "version": 99}),

@@ -500,7 +500,8 @@ def test_a_checkpoint_of_another_domain_is_named_as_such() -> None:
     other = driver.open("other model")
     driver.publish("a", domain=other)
     answer = driver.lookup("a")
-    assert [match.reason for match in answer.matches] == [Reason.DOMAIN_MISMATCH]
+    (match,) = answer.matches
+    assert (match.reason, match.field, match.domain) == (Reason.DOMAIN_MISMATCH, "model", other)
     assert answer.lease is None
     assert driver.lookup("a", domain=other).matches[0].consumable
 

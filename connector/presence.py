@@ -1,0 +1,211 @@
+"""Whether what this engine publishes has a way to anybody who loads, and saying so when not.
+
+A thread tells the store every few seconds that the engine is there, also while vLLM is idle, and
+learns who else is. A decode engine that starts before any prefill engine has no path until one
+shows up; that is found by the next turn of the thread, which a withheld publication brings forward.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from backhaul.protocols.domain import DomainRecord
+from backhaul.protocols.errors import StoreError, StoreRejected
+from backhaul.protocols.options import NoPath
+from backhaul.transfer.base import Member, Peers, Store
+
+logger = logging.getLogger("vllm.backhaul")
+
+_REFRESH_S = 15.0
+"""Between two turns; the store forgets an engine after four of them."""
+_NUDGE_S = 0.5
+"""Least time between two turns, however often one is asked for."""
+_TIMEOUT_S = 2.0
+_LEAVE_TIMEOUT_S = 0.5
+"""An engine that shuts down does not wait long to say so; silence has the same effect."""
+
+
+class PathState(enum.Enum):
+    """What is known of the way from this engine's publications to somebody who loads."""
+
+    UNKNOWN = "unknown"
+    """Nobody was asked yet, or the store keeps no table: a path is taken for granted."""
+    OPEN = "open"
+    NO_LOADER = "no_loader"
+    UNREACHABLE = "unreachable"
+    """The store never answered. One that did once may come back: its faults are counted as such."""
+    REFUSED = "refused"
+
+
+_NOBODY_ASKED = Peers(known=False)
+
+
+@dataclass(frozen=True)
+class Known:
+    """What the last turn came to; ``detail`` is the store's own words where it failed."""
+
+    state: PathState = PathState.UNKNOWN
+    peers: Peers = _NOBODY_ASKED
+    detail: str = ""
+
+
+def judge(peers: Peers) -> PathState:
+    """The state after an answer."""
+    if not peers.known:
+        return PathState.UNKNOWN
+    return PathState.OPEN if peers.loaders else PathState.NO_LOADER
+
+
+def has_path(known: Known, *, loads: bool, own_prefill: bool) -> bool:
+    """Whether a decode end of one request can reach a prefill.
+
+    Args:
+        loads: this engine loads as well.
+        own_prefill: it computed the request's prompt itself, so it may get the next turn's.
+    """
+    if known.state is PathState.NO_LOADER:
+        return loads and own_prefill
+    return known.state in (PathState.OPEN, PathState.UNKNOWN)
+
+
+def problem(known: Known, *, domain: str, store: str, no_path: NoPath) -> str:
+    """One line that says why there is no path and what follows; "" where there is one."""
+    if known.state is PathState.UNREACHABLE:
+        why = f"store {store} cannot be reached ({known.detail}); check option 'store'"
+    elif known.state is PathState.REFUSED:
+        why = f"store {store} refuses this engine ({known.detail})"
+    elif known.state is PathState.NO_LOADER:
+        others = [one for one in known.peers.elsewhere if one.loaders]
+        why = f"no other engine that loads uses domain {domain} of store {store}"
+        for one in others[:1]:
+            why += (
+                f", but {one.loaders} in domain {one.domain}, where {one.field} is "
+                f"{one.theirs or 'unset'} instead of {one.ours or 'unset'}"
+            )
+        if not others:
+            why += " yet; prefill engines need kv_role kv_consumer or kv_both and this store"
+    else:
+        return ""
+    then = (
+        "decode ends are not kept until that changes"
+        if no_path is NoPath.DISABLE
+        else "decode ends are published all the same"
+    )
+    return f"backhaul: no publication path: {why}; {then} and counted as no_publication_path"
+
+
+class Presence:
+    """Keeps an engine in the store's table. ``has_path`` and ``nudge`` return at once."""
+
+    def __init__(
+        self,
+        store: Store,
+        record: DomainRecord,
+        member: Member,
+        *,
+        address: str,
+        no_path: NoPath,
+        wants_path: bool,
+        refresh_s: float = _REFRESH_S,
+        say: Callable[[str], None] = logger.warning,
+    ) -> None:
+        """
+        Args:
+            address: the store's, for people.
+            wants_path: the engine publishes decode ends.
+        """
+        self._store = store
+        self._record = record
+        self._member = member
+        self._address = address
+        self._no_path = no_path
+        self._wants_path = wants_path
+        self._refresh_s = refresh_s
+        self._say = say
+        self._known = Known()
+        self._missed = False  # a publication was withheld or found nobody
+        self._said: set[PathState] = set()
+        self._wake = threading.Event()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="backhaul-presence", daemon=True)
+        self._thread.start()
+
+    def has_path(self, *, own_prefill: bool) -> bool:
+        """See the function of that name."""
+        return has_path(self._known, loads=self._member.loads, own_prefill=own_prefill)
+
+    def missed(self) -> None:
+        """A decode end had no path: ask again soon."""
+        self._missed = True
+        self._wake.set()
+
+    def close(self) -> None:
+        """Leave the table, if the store lets us. Waits a second at most; safe to call twice."""
+        self._closing.set()
+        self._wake.set()
+        self._thread.join(timeout=2 * _LEAVE_TIMEOUT_S)
+
+    # -- on the thread ------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            self._turn()
+            self._wake.wait(self._refresh_s)
+            if self._wake.is_set():
+                self._closing.wait(_NUDGE_S)
+            self._wake.clear()
+        try:
+            gone = Member(self._member.name, loads=False, publishes=False)
+            self._store.join(self._record, gone, timeout_s=_LEAVE_TIMEOUT_S)
+        except Exception as error:
+            logger.debug("backhaul: leaving the store: %s", error)
+
+    def _turn(self) -> None:
+        try:
+            peers = self._store.join(self._record, self._member, timeout_s=_TIMEOUT_S)
+        except StoreRejected as error:
+            self._known = Known(PathState.REFUSED, detail=str(error))
+        except StoreError as error:
+            if self._known.state in (PathState.UNKNOWN, PathState.UNREACHABLE):
+                self._known = Known(PathState.UNREACHABLE, detail=str(error))
+        except Exception:
+            logger.exception("backhaul: unexpected error while joining the store")
+        else:
+            self._known = Known(judge(peers), peers)
+        self._speak()
+
+    def _speak(self) -> None:
+        """Each state once; a path that was found ends the matter and lets it be said again."""
+        known = self._known
+        if not self._wants_path:
+            return
+        if known.state is PathState.OPEN:
+            self._missed = False
+            if self._said:
+                self._say(
+                    "backhaul: publication path found: other engines that load from domain "
+                    f"{self._record.domain_id}: {known.peers.loaders}"
+                )
+                self._said.clear()
+            return
+        if known.state is PathState.NO_LOADER and not self._is_sure(known.peers):
+            return
+        line = problem(
+            known,
+            domain=self._record.domain_id,
+            store=self._address,
+            no_path=self._no_path,
+        )
+        if line and known.state not in self._said:
+            self._said.add(known.state)
+            self._say(line)
+
+    def _is_sure(self, peers: Peers) -> bool:
+        """An engine that loads as well may be alone and its own prefill: it has no path only where
+        a request showed it, or where those who load are seen to be elsewhere."""
+        loaders_elsewhere = any(one.loaders for one in peers.elsewhere)
+        return not self._member.loads or self._missed or loaders_elsewhere

@@ -1,0 +1,239 @@
+"""Deployments without a way back: they say so, decode ends follow the option, U_end goes on."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from harness import BLOCK, Pair, SimEngine, new_uri
+from test_turns import kinds, tokens
+
+from backhaul.connector import connector, presence
+from backhaul.protocols.checkpoint import CheckpointKind
+from backhaul.protocols.errors import StoreRejected, StoreUnavailable
+from backhaul.transfer.base import Store
+
+B = BLOCK
+DECODE_END = CheckpointKind.DECODE_END
+FAILED = "publication_failures|no_publication_path"
+
+
+class Lines(logging.Handler):
+    """What the connector says about the path."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "publication path" in record.getMessage():
+            self.lines.append(record.getMessage())
+
+
+@pytest.fixture
+def said() -> Iterator[list[str]]:
+    handler, level = Lines(), presence.logger.level
+    presence.logger.addHandler(handler)
+    presence.logger.setLevel(logging.INFO)
+    yield handler.lines
+    presence.logger.setLevel(level)
+    presence.logger.removeHandler(handler)
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+    monkeypatch.setattr(presence, "_NUDGE_S", 0.0)
+    one = Pair(new_uri())
+    yield one
+    one.close()
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def knows(engine: SimEngine, state: presence.PathState) -> None:
+    """Wait until the engine has heard from the store."""
+    eventually(lambda: engine.backhaul._half._presence._known.state is state)
+
+
+def of_decode(said: list[str]) -> list[str]:
+    """Without the line in which a consumer says that it publishes nothing."""
+    return [line for line in said if "kv_consumer publishes nothing" not in line]
+
+
+def pinned(engine: SimEngine) -> int:
+    return engine.backhaul._half.gauges()["pins"]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("no_path", ["disable", "report"])
+def test_a_producer_without_loaders(
+    pair: Pair, said: list[str], no_path: str, asynchronous: bool
+) -> None:
+    decode = pair.engine(
+        name="decode", role="kv_producer", asynchronous=asynchronous, options={"no_path": no_path}
+    )
+    knows(decode, presence.PathState.NO_LOADER)
+    name = decode.submit(tokens(3 * B + 2, 1), 2 * B, u_end=2 * B)
+    most = 0
+    while decode.step():
+        most = max(most, pinned(decode)) if len(decode.requests[name].output_token_ids) else most
+    decode.check_idle()
+    assert decode.counters[FAILED] == 1
+    found = {kind for _, each in kinds(pair) for kind in each}
+    assert CheckpointKind.INPUT_END in found, "U_end needs no way back"
+    assert (DECODE_END in found) == (no_path == "report")
+    assert (most > 0) == (no_path == "report"), "a disabled D_end pins nothing"
+    assert len(said) == 1 and "no other engine that loads" in said[0]
+    pair.check_idle()
+
+
+@pytest.mark.parametrize("no_path", ["disable", "report"])
+def test_a_decode_engine_that_starts_first_does_not_give_up(
+    pair: Pair, said: list[str], no_path: str
+) -> None:
+    decode = pair.engine(name="decode", role="kv_producer", options={"no_path": no_path})
+    knows(decode, presence.PathState.NO_LOADER)
+    first = decode.run(tokens(3 * B + 2, 1), 2 * B)
+    assert decode.counters[FAILED] == 1
+    prefill = pair.engine(name="prefill", role="kv_consumer")
+    knows(prefill, presence.PathState.NO_LOADER)
+    # The next request is withheld as well, or not: but it makes the engine ask.
+    decode.run(tokens(3 * B + 2, 2), 2 * B)
+    knows(decode, presence.PathState.OPEN)
+    failed = decode.counters[FAILED]
+    second = decode.run(tokens(3 * B + 2, 3), 2 * B)
+    decode.check_idle()
+    assert decode.counters[FAILED] == failed
+    resumed = prefill.run(second.history + tokens(5, 4), 3)
+    assert resumed.loaded == (len(second.history) - 1) // B * B
+    lines = of_decode(said)
+    assert len(lines) == 2 and "path found" in lines[1]
+    assert prefill.run(first.history + tokens(5, 4), 3).loaded >= 0
+    pair.check_idle()
+
+
+@pytest.mark.parametrize("no_path", ["disable", "report"])
+def test_an_engine_that_prefills_itself_is_its_own_way_back(
+    pair: Pair, said: list[str], no_path: str
+) -> None:
+    alone = pair.engine(options={"no_path": no_path})
+    knows(alone, presence.PathState.NO_LOADER)
+    alone.run(tokens(3 * B + 2, 1), 2 * B)
+    alone.check_idle()
+    assert DECODE_END in {kind for _, each in kinds(pair) for kind in each}
+    assert alone.counters[FAILED] == 0
+    assert said == []
+
+
+def test_a_prompt_that_was_handed_over_needs_another_loader(pair: Pair, said: list[str]) -> None:
+    decode = pair.engine(name="decode", sibling=True, options={"no_path": "disable"})
+    prefill = pair.engine(name="prefill", sibling=True, role="kv_producer")
+    knows(decode, presence.PathState.NO_LOADER)
+    history = tokens(3 * B + 2, 1)
+    prefill.submit(history[:-1], 1, stops=False, u_end=2 * B, params={"do_remote_decode": True},
+                   handed_over=history[-1])  # fmt: skip
+    prefill.drain()
+    decode.run(history, 2 * B, params={"do_remote_prefill": True})
+    decode.check_idle()
+    assert decode.counters[FAILED] == 1
+    found = {kind for _, each in kinds(pair) for kind in each}
+    assert DECODE_END not in found
+    assert CheckpointKind.INPUT_END in found, "U_end of the prefill domain goes on"
+    eventually(lambda: any("decode ends are not kept" in line for line in said))
+    pair.check_idle()
+
+
+def test_loaders_of_another_domain_are_named_with_the_field(
+    pair: Pair, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = pair.engine(name="prefill", role="kv_consumer")
+    knows(other, presence.PathState.NO_LOADER)
+    monkeypatch.setenv("PYTHONHASHSEED", "11")
+    decode = SimEngine(pair.uri, name="decode", role="kv_producer", options={"no_path": "disable"})
+    knows(decode, presence.PathState.NO_LOADER)
+    first = decode.run(tokens(3 * B + 2, 1), 2 * B)
+    decode.check_idle()
+    monkeypatch.delenv("PYTHONHASHSEED")
+    assert decode.counters[FAILED] == 1
+    assert other.run(first.history, 2).loaded == 0
+    (line,) = of_decode(said)
+    assert "1 in domain" in line and "hash_probe is" in line
+    decode.close()
+
+
+class _Refusing:
+    """A store that does not let an engine join."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error: Exception | None = error
+
+    def __call__(self, store: Store) -> Store:
+        join = store.join
+
+        def refuse(*args: Any, **keywords: Any) -> Any:
+            if self.error is not None:
+                raise self.error
+            return join(*args, **keywords)
+
+        store.join = refuse  # type: ignore[method-assign]
+        return store
+
+
+@pytest.mark.parametrize(
+    ("error", "state"),
+    [
+        (StoreUnavailable("connection refused"), presence.PathState.UNREACHABLE),
+        (StoreRejected("PERMISSION_DENIED: tenant"), presence.PathState.REFUSED),
+    ],
+)
+def test_a_store_that_is_out_of_reach_at_start(
+    pair: Pair, said: list[str], error: Exception, state: presence.PathState
+) -> None:
+    gate = _Refusing(error)
+    decode = pair.engine(name="decode", options={"no_path": "disable"}, wrap=gate)
+    knows(decode, state)
+    decode.run(tokens(3 * B + 2, 1), 2 * B)
+    decode.check_idle()
+    assert decode.counters[FAILED] == 1
+    assert len(said) == 1 and str(error) in said[0]
+    gate.error = None
+    decode.backhaul._half._presence.missed()
+    knows(decode, presence.PathState.NO_LOADER)
+    decode.run(tokens(3 * B + 2, 2), 2 * B)
+    decode.check_idle()
+    assert decode.counters[FAILED] == 1, "its own prefill is a way back again"
+
+
+def test_the_policy_without_decode_ends_says_and_counts_nothing(
+    pair: Pair, said: list[str]
+) -> None:
+    decode = pair.engine(name="decode", role="kv_producer", options={"policy": "input_end"})
+    knows(decode, presence.PathState.NO_LOADER)
+    decode.run(tokens(3 * B + 2, 1), 2 * B, u_end=2 * B)
+    decode.check_idle()
+    assert (decode.counters[FAILED], said) == (0, [])
+
+
+def test_hashes_that_nobody_can_match_are_said_at_start(
+    pair: Pair, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connector, "hashes_are_private", lambda algorithm: True)
+    pair.engine(role="kv_both")
+    assert len(said) == 1 and "PYTHONHASHSEED" in said[0]
+
+
+def test_a_consumer_says_that_it_publishes_nothing(pair: Pair, said: list[str]) -> None:
+    decode = pair.engine(name="decode", role="kv_consumer")
+    knows(decode, presence.PathState.NO_LOADER)
+    decode.run(tokens(3 * B + 2, 1), 2 * B, u_end=2 * B)
+    decode.check_idle()
+    assert (kinds(pair), decode.counters[FAILED]) == ([], 0)
+    assert len(said) == 1 and "kv_consumer publishes nothing" in said[0]

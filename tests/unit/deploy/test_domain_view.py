@@ -1,0 +1,43 @@
+"""The two-column view names every difference as it is in the record."""
+
+import msgspec
+from rich.console import Console
+
+from backhaul.deploy.domain_view import comparison_table
+from backhaul.protocols.comparison import compare
+from backhaul.protocols.domain import DomainRecord
+from backhaul.protocols.layout import CacheLayout, GroupKind, GroupLayout
+
+LAYOUT = CacheLayout(
+    groups=(GroupLayout(index=0, kind=GroupKind.FULL, block_tokens=64, page_bytes=4096),),
+    hash_tokens=64,
+)
+RECORD = DomainRecord(
+    model="m", weights="w", layout=LAYOUT, hash_function="sha256", hash_probe="00",
+    kv_dtype="bfloat16", platform="cuda", vllm="0.32",
+)  # fmt: skip
+
+
+def shown(ours: DomainRecord, theirs: DomainRecord) -> str:
+    console = Console(width=160, record=True, color_system=None)
+    with console.capture() as capture:
+        console.print(comparison_table(compare(ours, theirs), "prefill", "decode"))
+    return capture.get()
+
+
+def test_every_difference_is_a_row_with_both_values() -> None:
+    smaller = msgspec.structs.replace(LAYOUT.groups[0], page_bytes=2048)
+    other = msgspec.structs.replace(
+        RECORD, kv_dtype="uint8:fp8_e4m3", layout=CacheLayout(groups=(smaller,), hash_tokens=64)
+    )
+    text = shown(RECORD, other)
+    for part in (
+        "prefill", "decode", "the cache domains differ: kv_dtype bfloat16 here",
+        "uint8:fp8_e4m3", "--kv-cache-dtype", "layout.groups[0].page_bytes", "4096", "2048",
+        "follows from kv_dtype",
+    ):  # fmt: skip
+        assert part in text
+
+
+def test_equal_domains_say_so() -> None:
+    assert "the cache domains are equal" in shown(RECORD, RECORD)

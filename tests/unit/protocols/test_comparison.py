@@ -1,0 +1,208 @@
+"""Comparison of domains: three verdicts, differences by path, causes apart from what follows."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from backhaul.protocols.comparison import (
+    CONVERSIONS,
+    FOLLOWS,
+    OPTIONS,
+    Comparison,
+    Conversion,
+    Verdict,
+    compare,
+    flatten,
+)
+from backhaul.protocols.domain import DomainRecord
+from backhaul.protocols.layout import CacheLayout, GroupKind, GroupLayout
+
+GROUPS = tuple(
+    GroupLayout(
+        index=index, kind=kind, block_tokens=64, page_bytes=4096, layers=2, members=f"m{index}",
+        interior="heads", window_tokens=32 if kind is GroupKind.WINDOW else 0,
+    )
+    for index, kind in enumerate((GroupKind.FULL, GroupKind.RECURRENT, GroupKind.WINDOW))
+)  # fmt: skip
+RECORD = DomainRecord(
+    model="m", weights="w", revision="r", quantization="q", compute_dtype="bfloat16",
+    draft_model="d", layout=CacheLayout(groups=GROUPS, hash_tokens=16, ranks=4),
+    scheduler_block_tokens=64, hash_function="sha256", hash_probe="00", kv_dtype="bfloat16",
+    state_dtypes=("bfloat16", "float32"), conv_layout="DS", kv_layout="LBHNC",
+    attention_backend="FLASH_ATTN", platform="cuda", cpu_isa="avx2", tensor_parallel=2,
+    pipeline_parallel=2, speculative_tokens=1, vllm="0.32",
+)  # fmt: skip
+
+
+def plain(record: DomainRecord) -> Any:
+    """The record as JSON has it."""
+    return json.loads(record.canonical())
+
+
+def leaves(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Where every scalar of a record lies; element types of states count as one."""
+    if isinstance(value, dict):
+        return [leaf for name in value for leaf in leaves(value[name], (*path, name))]
+    if isinstance(value, list) and any(isinstance(one, dict) for one in value):
+        return [leaf for index, one in enumerate(value) for leaf in leaves(one, (*path, index))]
+    return [path]
+
+
+def changed(path: tuple[Any, ...]) -> DomainRecord:
+    """The record with another value at one place."""
+    raw = plain(RECORD)
+    place = raw
+    for step in path[:-1]:
+        place = place[step]
+    old = place[path[-1]]
+    if path[-1] == "kind":
+        new: Any = GroupKind.FULL.value if old != GroupKind.FULL.value else "recurrent"
+    elif isinstance(old, bool):
+        new = not old
+    elif isinstance(old, int):
+        new = old * 2 + (old == 0)
+        if path[-1] == "hash_tokens":
+            new = 32
+    elif isinstance(old, list):
+        new = ["float16", *old[1:]]
+    else:
+        new = f"{old}-other"
+    place[path[-1]] = new
+    return msgspec.convert(raw, DomainRecord)
+
+
+def named(path: tuple[Any, ...]) -> str:
+    text = ""
+    for step in path:
+        text += f"[{step}]" if isinstance(step, int) else f".{step}" if text else step
+    return text
+
+
+@given(st.sampled_from(leaves(plain(RECORD))))
+@settings(max_examples=200)
+def test_any_single_change_gives_another_id_and_is_named_alone(path: tuple[Any, ...]) -> None:
+    other = changed(path)
+    assert other.domain_id != RECORD.domain_id
+    found = compare(RECORD, other)
+    assert found.verdict is Verdict.MISMATCH
+    assert [one.path for one in found.differences] == [named(path)] == [found.field]
+    assert found.differences[0].ours != found.differences[0].theirs
+    back = compare(other, RECORD)
+    assert [one[::-1] for one in [(d.ours, d.theirs) for d in back.differences]] == [
+        (d.ours, d.theirs) for d in found.differences
+    ]
+
+
+@given(st.sets(st.sampled_from(leaves(plain(RECORD))), min_size=2, max_size=6))
+def test_several_changes_leave_at_least_one_cause(paths: set[tuple[Any, ...]]) -> None:
+    raw = plain(RECORD)
+    for path in paths:
+        source, target = plain(changed(path)), raw
+        for step in path[:-1]:
+            source, target = source[step], target[step]
+        target[path[-1]] = source[path[-1]]
+    found = compare(RECORD, msgspec.convert(raw, DomainRecord))
+    assert {one.path for one in found.differences} == {named(path) for path in paths}
+    assert found.causes and found.field == found.causes[0].path
+    assert found.differences[: len(found.causes)] == found.causes, "causes come first"
+
+
+def test_equal_domains() -> None:
+    found = compare(RECORD, msgspec.convert(plain(RECORD), DomainRecord))
+    assert found == Comparison(Verdict.EQUAL)
+    assert (found.field, found.rows()) == ("", [])
+    assert found.line() == "the cache domains are equal"
+
+
+def test_more_ranks_explain_smaller_pages_and_larger_blocks() -> None:
+    groups = tuple(
+        msgspec.structs.replace(g, page_bytes=2048, block_tokens=128, interior="half")
+        for g in GROUPS
+    )
+    other = msgspec.structs.replace(
+        RECORD, tensor_parallel=4, scheduler_block_tokens=128,
+        layout=CacheLayout(groups=groups, hash_tokens=16, ranks=8),
+    )  # fmt: skip
+    found = compare(RECORD, other)
+    assert [one.path for one in found.causes] == ["tensor_parallel"]
+    assert len(found.differences) == 2 + 1 + 3 * len(GROUPS)
+    assert found.line() == (
+        "the cache domains differ: tensor_parallel 2 here, 4 there [--tensor-parallel-size], "
+        "and 11 that follow from it"
+    )
+    notes = {path: note for path, _, _, note in found.rows()}
+    assert notes["layout.groups[2].page_bytes"] == "follows from tensor_parallel"
+    assert notes["scheduler_block_tokens"] == "follows from layout.groups.block_tokens"
+
+
+def test_another_number_of_groups_is_named_before_its_groups() -> None:
+    other = msgspec.structs.replace(RECORD, layout=CacheLayout(groups=GROUPS[:2], hash_tokens=16,
+                                                               ranks=4))  # fmt: skip
+    found = compare(RECORD, other)
+    assert [one.path for one in found.causes] == ["layout.groups"]
+    assert (found.causes[0].ours, found.causes[0].theirs) == ("3", "2")
+    absent = next(one for one in found.differences if one.path == "layout.groups[2].kind")
+    assert (absent.theirs, absent.follows) == ("(absent)", "layout.groups")
+
+
+# -- conversion -------------------------------------------------------------------------------
+
+
+def test_no_conversion_is_claimed() -> None:
+    assert CONVERSIONS == ()
+
+
+def test_a_convertible_field_is_convertible_and_says_how() -> None:
+    rules = (Conversion("conv_layout", "transposing the state"),)
+    other = msgspec.structs.replace(RECORD, conv_layout="SD")
+    found = compare(RECORD, other, rules)
+    assert (found.verdict, found.field) == (Verdict.CONVERTIBLE, "")
+    assert "are convertible: conv_layout DS here, SD there" in found.line()
+    assert "by transposing the state" in found.line()
+    assert compare(RECORD, other).verdict is Verdict.MISMATCH
+
+
+def test_a_second_field_forbids_what_the_first_allows() -> None:
+    rules = (Conversion("conv_layout", "transposing the state"),)
+    other = msgspec.structs.replace(RECORD, conv_layout="SD", revision="s")
+    found = compare(RECORD, other, rules)
+    assert (found.verdict, found.field) == (Verdict.MISMATCH, "revision")
+
+
+def test_what_follows_from_a_convertible_cause_is_covered_by_it() -> None:
+    rules = (Conversion("tensor_parallel", "gathering the shards"),)
+    other = msgspec.structs.replace(
+        RECORD, tensor_parallel=1,
+        layout=CacheLayout(groups=GROUPS, hash_tokens=16, ranks=2),
+    )  # fmt: skip
+    assert compare(RECORD, other, rules).verdict is Verdict.CONVERTIBLE
+
+
+# -- the tables -------------------------------------------------------------------------------
+
+
+def general(path: str) -> str:
+    return path.replace("[0]", "").replace("[1]", "").replace("[2]", "")
+
+
+def test_the_tables_name_fields_that_there_are() -> None:
+    known = {general(path) for path in flatten(RECORD)}
+    assert set(OPTIONS) <= known
+    assert set(FOLLOWS) <= known
+    assert {cause for causes in FOLLOWS.values() for cause in causes} <= known
+
+
+@pytest.mark.parametrize("start", sorted(FOLLOWS))
+def test_no_field_follows_from_itself(start: str) -> None:
+    reached, todo = set(), list(FOLLOWS[start])
+    while todo:
+        one = todo.pop()
+        reached.add(one)
+        todo += [cause for cause in FOLLOWS.get(one, ()) if cause not in reached]
+    assert start not in reached

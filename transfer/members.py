@@ -1,0 +1,81 @@
+"""Who uses which domain of a store: whether a publication has anybody to read it.
+
+Part of the block index's rules (sans-I/O, ``now`` in seconds), but with books of its own: nothing
+that is stored depends on it. A client says again and again that it is there; one that stopped
+saying so is forgotten.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from backhaul.protocols.checkpoint import DomainId
+from backhaul.protocols.comparison import compare
+from backhaul.protocols.domain import DomainRecord
+from backhaul.transfer.base import Elsewhere, Member, Peers
+
+MEMBER_TTL_S = 60.0
+"""How long a client counts after it last spoke; several times what clients leave between two."""
+MEMBERS_MAX = 4096
+"""The one that has been silent longest gives way."""
+ELSEWHERE_MAX = 8
+"""Other domains named in one answer: people read it."""
+
+
+@dataclass(slots=True)
+class _Entry:
+    domain: DomainId
+    member: Member
+    expires_at: float
+
+
+class MemberTable:
+    """The clients of all domains, by name. Not thread-safe; every call returns at once."""
+
+    def __init__(self) -> None:
+        self._entries: OrderedDict[str, _Entry] = OrderedDict()  # the most silent one first
+
+    def join(self, domain: DomainId, member: Member, now: float) -> None:
+        """The client is there, with these roles; with none of them it leaves."""
+        self._entries.pop(member.name, None)
+        if not (member.loads or member.publishes):
+            return
+        self._entries[member.name] = _Entry(domain, member, now + MEMBER_TTL_S)
+        if len(self._entries) > MEMBERS_MAX:
+            self._entries.popitem(last=False)
+
+    def peers(
+        self, domain: DomainId, name: str, records: Mapping[DomainId, DomainRecord], now: float
+    ) -> Peers:
+        """Who else is there for the client ``name`` of ``domain``. Members of domains that are not
+        in ``records`` are left out."""
+        while self._entries and next(iter(self._entries.values())).expires_at <= now:
+            self._entries.popitem(last=False)
+        counts: dict[DomainId, list[int]] = {}
+        for entry in self._entries.values():
+            if entry.member.name != name:
+                count = counts.setdefault(entry.domain, [0, 0])
+                count[0] += entry.member.loads
+                count[1] += entry.member.publishes
+        loaders, publishers = counts.pop(domain, (0, 0))
+        others = sorted(counts.items(), key=lambda item: (-sum(item[1]), item[0]))
+        return Peers(
+            loaders=loaders,
+            publishers=publishers,
+            elsewhere=tuple(
+                _elsewhere(records[domain], other, records[other], *count)
+                for other, count in others
+                if other in records
+            )[:ELSEWHERE_MAX],
+        )
+
+
+def _elsewhere(
+    ours: DomainRecord, other: DomainId, theirs: DomainRecord, loaders: int, publishers: int
+) -> Elsewhere:
+    found = compare(ours, theirs)
+    cause = next((one for one in found.causes if one.path == found.field), None)
+    values = (cause.path, cause.ours, cause.theirs) if cause else ("", "", "")
+    return Elsewhere(other, *values, loaders=loaders, publishers=publishers)
