@@ -180,7 +180,7 @@ class Consumer:
                 tracked.loaded = load
                 kind = primary_kind(load.kinds)
                 self._stats.count("loads", kind)
-                self._stats.count("loaded_tokens", kind, load.boundary - load.local_tokens)
+                self._stats.count("loaded_tokens", kind, n=load.boundary - load.local_tokens)
             return
         if job.settled < job.ranks:
             # The transfer may still write into these pages: keep them from being reused.
