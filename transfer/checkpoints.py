@@ -148,11 +148,16 @@ class CheckpointTable:
     def unusable(
         self, domain: Domain, boundary: int, block_hash: bytes, now: float
     ) -> CheckpointMatch | None:
-        """What is known of a checkpoint that is not visible in ``domain``; None: never seen."""
+        """What is known of a checkpoint that is not visible in ``domain``; None: never seen. What
+        another domain holds is retained, whatever became of it here."""
         known = domain.checkpoints.get(block_hash)
+        if known is not None and (known.visible or known.boundary != boundary):
+            return None  # a hash of the caller's that belongs to another position
+        for home in self.domains_of.get(block_hash, ()):
+            foreign = home.checkpoints[block_hash]
+            if foreign.boundary == boundary:
+                return _unusable(foreign, Reason.DOMAIN_MISMATCH, now - foreign.created_at)
         if known is not None:
-            if known.visible or known.boundary != boundary:
-                return None  # a hash of the caller's that belongs to another position
             return _unusable(known, Reason.UNCOMMITTED, now - known.created_at)
         announcement = domain.announcements.get(block_hash)
         if announcement is not None and announcement.boundary == boundary:
@@ -167,10 +172,6 @@ class CheckpointTable:
         tombstone = self.tombstones.get((domain.id, block_hash))
         if tombstone is not None and tombstone.boundary == boundary:
             return _unusable(tombstone, Reason.EVICTED, now - tombstone.evicted_at)
-        for home in self.domains_of.get(block_hash, ()):
-            foreign = home.checkpoints[block_hash]
-            if foreign.boundary == boundary:
-                return _unusable(foreign, Reason.DOMAIN_MISMATCH, now - foreign.created_at)
         return None
 
     def _file(self, checkpoint: Checkpoint, sign: int) -> None:
