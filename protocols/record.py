@@ -137,6 +137,6 @@ class LoggedRequest(RequestRecord, frozen=True, kw_only=True):
 
 
 def to_params(record: RequestRecord) -> dict[str, Any]:
-    """A record as plain data, for a response."""
-    plain: dict[str, Any] = msgspec.to_builtins(record)
+    """A record as plain data, the way it arrives at a client."""
+    plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(record))
     return plain

@@ -13,9 +13,10 @@ from typing import Any
 import msgspec
 import pytest
 from harness import ATTENTION, BLOCK, HYBRID, MIXED, Finished, Group, Pair, SimEngine, new_uri
-from sim_faults import Faults, FaultyStore
+from sim_faults import Faults, FaultyStore, Restartable
 from sim_record import check_counters, check_record
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from backhaul.protocols.checkpoint import CheckpointKind
@@ -141,7 +142,7 @@ def test_what_was_evicted_is_not_retained_any_more() -> None:
 
 def test_another_domain_s_checkpoint_is_retained_and_matched_and_of_no_use(pair: Pair) -> None:
     decode = pair.engine(name="decode")
-    other = pair.engine(name="other", groups=(Group(layers=3), *HYBRID[1:]))
+    other = pair.engine(name="other", groups=MIXED)
     first = decode.run(tokens(4 * B, 1), 2 * B)
     decode.check_idle()
     other.run(tokens(3, 5), 1)
@@ -156,10 +157,11 @@ def test_another_domain_s_checkpoint_is_retained_and_matched_and_of_no_use(pair:
 @ASYNC
 def test_a_failed_load_is_said_of_its_checkpoint(asynchronous: bool) -> None:
     faults = Faults({}, 1, slow_s=0.01)
-    pair = Pair(new_uri())
+    where = Restartable(new_uri())
+    pair = Pair(where.uri)
     decode = pair.engine(name="decode")
     prefill = pair.engine(
-        name="prefill", asynchronous=asynchronous, wrap=lambda store: FaultyStore(store, faults)
+        name="prefill", asynchronous=asynchronous, wrap=lambda _: FaultyStore(where, faults)
     )
     first = decode.run(tokens(4 * B, 1), 2 * B, u_end=2 * B)
     decode.check_idle()
@@ -180,9 +182,10 @@ def test_a_failed_load_is_said_of_its_checkpoint(asynchronous: bool) -> None:
 )
 def test_a_store_that_does_not_answer_leaves_a_reason(fault: str, reason: str) -> None:
     faults = Faults({fault: 1.0}, 1, slow_s=20.0)
-    pair = Pair(new_uri())
+    where = Restartable(new_uri())
+    pair = Pair(where.uri)
     engine = pair.engine(
-        wrap=lambda store: FaultyStore(store, faults), options={"lookup_timeout_s": 0.05}
+        wrap=lambda _: FaultyStore(where, faults), options={"lookup_timeout_s": 0.05}
     )
     done = engine.run(tokens(3 * B, 1), 3)
     record = check_record(engine, done)
@@ -208,13 +211,14 @@ def test_a_record_stays_small(pair: Pair) -> None:
 
 
 @ASYNC
-@pytest.mark.parametrize("groups", [HYBRID, MIXED, ATTENTION], ids=["hybrid", "mixed", "attention"])
-@pytest.mark.parametrize("unit", [None, B // 2], ids=["block", "half a block"])
+@pytest.mark.parametrize(
+    ("groups", "unit"),
+    [(HYBRID, None), (HYBRID, B // 2), (MIXED, None), (ATTENTION, None)],
+    ids=["hybrid", "finer unit", "mixed", "attention"],
+)
 def test_every_prompt_token_has_one_source(
     groups: tuple[Group, ...], unit: int | None, asynchronous: bool
 ) -> None:
-    if unit is not None and groups is not HYBRID:
-        pytest.skip("a finer unit is for hybrids")
     pair = Pair(new_uri())
     layout = "BLHNC" if unit else "LBHNC"
     both = [
@@ -318,6 +322,7 @@ def test_the_number_of_ranks_multiplies_nothing_but_bytes(ranks: int) -> None:
     run(prefill, first.history + tokens(9, 2), 6)
     pair.check_idle()
     counters = dict(decode.counters + prefill.counters)
+    counters.pop("publish_bytes")  # a piece still under way at the end may be sent twice
     nbytes = {name: counters.pop(name) / ranks for name in list(counters) if "bytes" in name}
     expected = _COUNTED.setdefault("counters", counters)
     assert counters == expected
@@ -368,7 +373,8 @@ def test_the_log_has_the_record_of_every_request(pair: Pair, tmp_path: Path) -> 
     assert [one.request_id for one in logged] == [*(one.name for one in done), gone]
     assert [one.finish for one in logged] == ["FINISHED_STOPPED"] * 4 + ["FINISHED_ABORTED"]
     for line, one in zip(lines, done, strict=False):
-        assert done and json.loads(line).items() >= one.params["backhaul"].items()
+        plain = json.loads(line)
+        assert {name: plain[name] for name in one.params["backhaul"]} == one.params["backhaul"]
 
 
 # -- KV events --------------------------------------------------------------------------------
@@ -401,7 +407,7 @@ def test_what_was_committed_is_announced_as_kv_events(pair: Pair, sibling: bool)
     decode.check_idle()
     stored = published.ours(BlockStored)
     deep = (len(first.history) - 1) // B * B
-    hashes = [bytes(value) for value in decode.requests[first.name].block_hashes]
+    hashes = [maybe_convert_block_hash(h) for h in decode.requests[first.name].block_hashes]
     attention, *states = [e for e in stored if e.parent_block_hash is None or e.group_idx]
     assert attention.group_idx == 0 and attention.kv_cache_spec_kind == "full_attention"
     ends = {info.boundary for info in open_store(pair.uri).list_checkpoints(timeout_s=1)}
@@ -434,7 +440,7 @@ def test_what_a_lookup_finds_gone_is_announced_as_removed() -> None:
         decode.check_idle()
     prefill.run(first.history + tokens(3, 2), 3)
     deep = (len(first.history) - 1) // B * B
-    gone = bytes(decode.requests[first.name].block_hashes[deep // B - 1])
+    gone = maybe_convert_block_hash(decode.requests[first.name].block_hashes[deep // B - 1])
     removed = [e for e in published.ours(BlockRemoved) if e.block_hashes == [gone]]
     assert [event.group_idx for event in removed] == [1, 2], "states only: attention is shared"
     small.check_idle()
@@ -460,7 +466,7 @@ def test_random_histories_in_two_domains_under_pressure(seed: int) -> None:
     engines = [
         pair.engine(name="a", budget=32),
         pair.engine(name="b", budget=32, asynchronous=True),
-        pair.engine(name="c", budget=32, groups=(Group(layers=3), *HYBRID[1:])),
+        pair.engine(name="c", budget=32, groups=MIXED),
     ]
     history = [tokens(2 * B, n) for n in range(3)]
     reasons: set[str] = set()
@@ -480,12 +486,11 @@ def test_random_histories_in_two_domains_under_pressure(seed: int) -> None:
 def test_the_tags_of_a_record_contradict_each_other_never() -> None:
     """Every combination is either on the ladder, with exactly one reason, or refused."""
     accepted = 0
+    names = ("retained", "hash_matched", "consumable", "selected")
     for flags in itertools.product([False, True], repeat=4):
         for reason, over in itertools.product([None, "evicted"], [None, "shallower"]):
-            raw = dict(
-                zip(("retained", "hash_matched", "consumable", "selected"), flags, strict=True)
-            )
-            plain = {"boundary": 8, "kinds": [], **raw, "reason": reason, "passed_over": over}
+            plain = {"boundary": 8, "kinds": [], **dict(zip(names, flags, strict=True))}
+            plain |= {"reason": reason, "passed_over": over}
             ladder = list(flags) == sorted(flags, reverse=True)
             fits = (reason is None) == flags[2] and (over is None) != (flags[2] and not flags[3])
             try:
