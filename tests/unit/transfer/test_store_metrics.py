@@ -148,6 +148,13 @@ def test_only_what_diverges_inside_the_prompt_is_a_mismatch(
     assert [m.boundary // GRID for m in matches if m.reason == "hash_mismatch"] == expected
 
 
+def test_what_goes_on_from_a_shared_prefix_is_somebody_else_s() -> None:
+    driver = Driver()
+    driver.publish("ab", J)
+    driver.publish("abcd", D)
+    assert [m.reason for m in driver.lookup("abxyz", lease_s=0).matches] == [None]
+
+
 def test_who_extends_an_evicted_checkpoint_extends_its_parent() -> None:
     driver = Driver()
     for tokens in ("a", "ab", "abc"):
