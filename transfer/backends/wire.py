@@ -71,11 +71,20 @@ def lookup_result(reply: store_pb2.LookupReply) -> LookupResult:
             producer=match.producer,
             field=match.field,
             domain=DomainId(match.domain_id),
+            # A daemon that does not know a tag has said the ones that imply it.
+            retained=match.retained or match.hash_matched or match.consumable,
+            hash_matched=match.hash_matched or match.consumable,
         )
         for match in reply.matches
     )
     lease = LeaseId(reply.lease_id) if reply.lease_id else None
-    return LookupResult(matches=matches, lease=lease, waited_s=reply.waited_s)
+    return LookupResult(
+        matches=matches,
+        lease=lease,
+        waited_s=reply.waited_s,
+        attention_tokens=reply.attention_tokens,
+        recurrent_tokens=reply.recurrent_tokens,
+    )
 
 
 def checkpoint_info(message: store_pb2.CheckpointInfo) -> CheckpointInfo:
@@ -125,6 +134,7 @@ def store_stats(reply: store_pb2.StatsReply) -> StoreStats:
         publications=reply.publications,
         domains=reply.domains,
         counters=dict(reply.counters),
+        gauges=dict(reply.gauges),
     )
 
 
