@@ -87,19 +87,19 @@ class FakeEngine:
         self.cached_tokens: int | None = 3
         self.seen: list[Seen] = []
         self._ids = itertools.count(1)
-        self._server = AppServer(self._app)
+        self.server = AppServer(self._app)
 
     @property
     def url(self) -> str:
         """Base URL."""
-        return self._server.url
+        return self.server.url
 
     def __enter__(self) -> Self:
-        self._server.__enter__()
+        self.server.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._server.__exit__(*error)
+        self.server.__exit__(*error)
 
     async def _app(self, scope: Any, receive: Any, send: Any) -> None:
         path = scope["path"]
@@ -383,6 +383,10 @@ class AppServer:
                 return self
             deadline.wait(0.01)
         raise TimeoutError(f"{self.url} did not start")
+
+    def stop_soon(self) -> None:
+        """Begin to stop, so that several can stop side by side."""
+        self.server.should_exit = True
 
     def __exit__(
         self,

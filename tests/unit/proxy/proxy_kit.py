@@ -90,6 +90,8 @@ def running(prefill: int = 1, decode: int = 1, **options: Any) -> Iterator[Setup
         server = stack.enter_context(AppServer(make_app(settings), lifespan=True))
         http = stack.enter_context(httpx.Client(base_url=server.url, timeout=20.0))
         yield Setup(http, server.url, p, d, server)
+        for each in (server, *(engine.server for engine in (*p, *d))):
+            each.stop_soon()
 
 
 def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> None:
