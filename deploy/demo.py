@@ -8,10 +8,9 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -19,6 +18,7 @@ from rich.table import Table
 
 from backhaul.deploy.conversation import Conversation, filler, load_encoder
 from backhaul.deploy.pair import Pair, Turn
+from backhaul.deploy.progress import StartProgress
 from backhaul.deploy.tiny_model import TOKEN_IDS, build_tiny_model
 
 END_TOKEN = TOKEN_IDS["<|im_end|>"]
@@ -107,7 +107,7 @@ def run_demo(
 def _arm(
     console: Console, model: Path, logs: Path, script: Script | None
 ) -> tuple[Script, list[TurnReport]]:
-    progress = _StartProgress()
+    progress = StartProgress()
     pair = Pair(
         model,
         logs,
@@ -240,23 +240,3 @@ def ratio_table(with_backhaul: Sequence[TurnReport], without: Sequence[TurnRepor
     medians = [statistics.median(column) for column in zip(*later, strict=True)]
     table.add_row("median of later turns", *(f"{x:.2f}x" for x in medians))
     return table
-
-
-class _StartProgress:
-    """Shows which services are up."""
-
-    def __init__(self) -> None:
-        self.started = time.monotonic()
-        self.on_change: Callable[[Table], Any] = lambda table: None
-        self._state: dict[str, tuple[float, bool]] = {}
-
-    def update(self, name: str, age_s: float, healthy: bool) -> None:
-        self._state[name] = (age_s, healthy)
-        self.on_change(self.table())
-
-    def table(self) -> Table:
-        table = Table(box=None, show_header=False)
-        for name, (age_s, healthy) in self._state.items():
-            state = "[green]ready[/]" if healthy else "starting"
-            table.add_row(name, state, f"{age_s:.0f} s")
-        return table

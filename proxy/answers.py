@@ -17,7 +17,7 @@ from backhaul.proxy.legs import Endpoint, PrefillAnswer, encode_body
 from backhaul.proxy.sse import data_of, with_data
 
 _DETAILS = ("prompt_tokens_details", "input_tokens_details")
-_MARKS = tuple(f'"{name}"'.encode() for name in _DETAILS)
+_MARKS = tuple(f'"{name}"'.encode() for name in (*_DETAILS, "kv_transfer_params"))
 """Text of a reply cannot look like this: its quotes are escaped."""
 
 
@@ -27,18 +27,13 @@ def rewrite_answer(endpoint: Endpoint, answer: bytes, prefill: PrefillAnswer) ->
     if body is None:
         return answer
     _put_usage_right(body.get("usage"), prefill)
-    if prefill.record is not None:
-        params = body.get("kv_transfer_params")
-        params = dict(params) if isinstance(params, dict) else {}
-        own = params.get("backhaul")
-        own = dict(own) if isinstance(own, dict) else {}
-        params["backhaul"] = own | {"prefill": dict(prefill.record)}
-        body["kv_transfer_params"] = params
+    _put_record(body, prefill)
     return encode_body(body)
 
 
 def rewrite_event(event: bytes, prefill: PrefillAnswer) -> bytes:
-    """One event of a stream; only those with details of the prompt change."""
+    """One event of a stream; only those with details of the prompt or transfer parameters (vLLM
+    0.33 puts them beside the finish reason) change."""
     if not any(mark in event for mark in _MARKS):
         return event
     body = _object(data_of(event))
@@ -47,7 +42,19 @@ def rewrite_event(event: bytes, prefill: PrefillAnswer) -> bytes:
     _put_usage_right(body.get("usage"), prefill)
     if isinstance(response := body.get("response"), dict):
         _put_usage_right(response.get("usage"), prefill)
+    if isinstance(body.get("kv_transfer_params"), dict):
+        _put_record(body, prefill)
     return with_data(event, encode_body(body))
+
+
+def _put_record(body: dict[str, Any], prefill: PrefillAnswer) -> None:
+    if prefill.record is None:
+        return
+    params = body.get("kv_transfer_params")
+    params = dict(params) if isinstance(params, dict) else {}
+    own = params.get("backhaul")
+    own = dict(own) if isinstance(own, dict) else {}
+    body["kv_transfer_params"] = params | {"backhaul": own | {"prefill": dict(prefill.record)}}
 
 
 def _put_usage_right(usage: Any, prefill: PrefillAnswer) -> None:

@@ -12,6 +12,7 @@ import itertools
 import json
 import logging
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -78,16 +79,15 @@ class FakeEngine:
     reports as Backhaul's; ``cached_tokens`` what it found in its cache; None hides the details.
     """
 
-    def __init__(self, name: str = "engine", *, max_model_len: int = 4096) -> None:
+    def __init__(self, name: str = "engine", *, port: int = 0) -> None:
         self.name = name
-        self.max_model_len = max_model_len
         self.behave: Callable[[Seen], Behaviour] = lambda seen: Behaviour()
         self.healthy = True
         self.record: Mapping[str, Any] | None = {"loaded_tokens": 2, "local_tokens": 1}
         self.cached_tokens: int | None = 3
         self.seen: list[Seen] = []
         self._ids = itertools.count(1)
-        self.server = AppServer(self._app)
+        self.server = AppServer(self._app, port=port)
 
     @property
     def url(self) -> str:
@@ -357,8 +357,10 @@ async def _stream(send: Any, reply: _Reply, behaviour: Behaviour) -> None:
 class AppServer:
     """An ASGI application on a real socket, served from a thread for the length of a block."""
 
-    def __init__(self, app: Any, *, lifespan: bool = False, grace_s: int = 1) -> None:
-        self._socket = socket.create_server(("127.0.0.1", 0))
+    def __init__(
+        self, app: Any, *, port: int = 0, lifespan: bool = False, grace_s: int = 1
+    ) -> None:
+        self._socket = socket.create_server(("127.0.0.1", port))
         # Known before it serves, and refused until then.
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
         config = uvicorn.Config(
@@ -398,3 +400,13 @@ class AppServer:
         self._thread.join()
         with contextlib.suppress(OSError):
             self._socket.close()
+
+
+def main() -> None:
+    """``python -m backhaul.proxy.fake_engine PORT``: serve until killed."""
+    with FakeEngine(f"engine-{sys.argv[1]}", port=int(sys.argv[1])):
+        threading.Event().wait()
+
+
+if __name__ == "__main__":
+    main()

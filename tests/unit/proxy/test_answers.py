@@ -76,6 +76,14 @@ def test_usage_in_events() -> None:
     assert json.loads(data_of(event))["response"]["usage"]["input_tokens_details"] == DETAILS
 
 
+def test_transfer_parameters_in_events() -> None:
+    last = {"choices": [], "kv_transfer_params": {"backhaul": {"loaded_tokens": 0}}}
+    event = rewrite_event(b"data: " + json.dumps(last).encode() + b"\n\n", PREFILL)
+    assert json.loads(data_of(event))["kv_transfer_params"]["backhaul"]["prefill"] == PREFILL.record
+    none = b'data: {"kv_transfer_params":null}\n\n'
+    assert rewrite_event(none, PREFILL) == none
+
+
 @pytest.mark.parametrize(
     ("data", "status"),
     [

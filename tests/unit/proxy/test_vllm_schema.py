@@ -34,10 +34,12 @@ PROMPT = {
 CALLER = {
     *("request_id", "session_id", "priority", "user", "metadata", "service_tier"),
     *("prompt_cache_key", "vllm_xargs", "ec_transfer_params"),
+    # Since 0.33.
+    *("prompt_cache_options", "prompt_cache_retention", "safety_identifier"),
 }
 WITHOUT_EFFECT = {
     *("skip_special_tokens", "spaces_between_special_tokens", "return_token_offsets"),
-    "routed_experts_prompt_start",
+    *("routed_experts_prompt_start", "return_weight_versions"),
 }
 
 
