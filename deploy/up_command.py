@@ -130,8 +130,12 @@ def run(console: Console, plan: UpPlan, *, tiny: bool, start_timeout_s: float) -
     cluster = Cluster(services.all, timeout_s=start_timeout_s, on_progress=progress.update)
     console.print(f"Model [bold]{plan.model}[/], logs in {plan.log_dir}", soft_wrap=True)
     with contextlib.ExitStack() as stack:
-        with Live(progress.table(), console=console, refresh_per_second=4) as live:
-            progress.on_change = live.update
+        if console.is_terminal:
+            with Live(progress.table(), console=console, refresh_per_second=4) as live:
+                progress.on_change = live.update
+                stack.enter_context(cluster)
+        else:
+            progress.on_ready = lambda name, age_s: console.print(f"{name} ready: {age_s:.0f} s")
             stack.enter_context(cluster)
         for line in _lines([(s.name, services.urls[s.name], s.log_path) for s in services.all]):
             console.print(line, soft_wrap=True, highlight=False, markup=False)
