@@ -136,9 +136,9 @@ class Exchange:
                 self._metrics.handovers.labels(self._handover).inc()
 
     async def _answer(self) -> Outcome:
-        self._handover = (
-            legs.obstacle(self._endpoint, self._body) if self._body else Handover.UNREADABLE
-        )
+        self._handover = Handover.UNREADABLE
+        if self._body is not None:
+            self._handover = legs.obstacle(self._endpoint, self._body)
         prefill: PrefillAnswer | None = None
         tried: set[Worker] = set()
         once_more: Worker | None = None  # may be asked again, without a hand-over
@@ -200,7 +200,7 @@ class Exchange:
             computed = max(prefill.prompt_tokens - prefill.cached_tokens, 0)
             self._metrics.prompt_tokens.labels("cached").inc(prefill.cached_tokens)
             self._metrics.prompt_tokens.labels("computed").inc(computed)
-        return prefill, Handover.DONE
+        return prefill, Handover.DONE if prefill.params else Handover.STORE
 
     async def _prefill_answer(self, payload: bytes) -> Answer:
         """Raises :class:`LegError` once no worker is left to try."""
@@ -386,11 +386,11 @@ class _Ending:
         self._failed = False
 
     def saw(self, events: list[bytes]) -> None:
-        """Look at some more events."""
+        """Look at some more events; there is at least one."""
         for event in events:
             if error_status_of(event) is not None:
                 self._failed = True
-        if events and data_of(events[-1]) == b"[DONE]":
+        if b"[DONE]" in events[-1] and data_of(events[-1]) == b"[DONE]":
             self._complete = True
 
     def value(self) -> Outcome:

@@ -35,6 +35,7 @@ class Handover(enum.StrEnum):
     """Whether prefill's cache was handed over, and if not, why. Decode then computed the prompt."""
 
     DONE = "done"
+    STORE = "store"  # prefill holds nothing for decode, which finds it in Backhaul's store
     # Not tried: the request could not be answered right from a handed-over cache.
     SEVERAL_PROMPTS = "several_prompts"  # one set of transfer parameters is for one prompt
     SEVERAL_CHOICES = "several_choices"  # prefill frees its blocks after the first reader
@@ -79,7 +80,8 @@ class PrefillAnswer:
     """What the prefill leg gave.
 
     Attributes:
-        params: ``kv_transfer_params`` for decode, without ``backhaul``.
+        params: ``kv_transfer_params`` for decode, without ``backhaul``; empty where prefill holds
+            nothing for decode.
         record: Backhaul's record of what prefill reused; None where it does not run there.
         token_ids: the prompt as rendered; None where the worker did not tell.
         cached_tokens: prompt tokens that prefill did not compute; None where not told.
@@ -190,12 +192,15 @@ def prefill_body(endpoint: Endpoint, body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_prefill(endpoint: Endpoint, answer: Any) -> PrefillAnswer | None:
-    """Read the prefill leg's JSON; None where it holds no parameters to hand over."""
+    """Read the prefill leg's JSON; None where prefill neither holds its blocks for decode nor runs
+    Backhaul."""
     if not isinstance(answer, dict) or not isinstance(answer.get("kv_transfer_params"), dict):
         return None
     params = dict(answer["kv_transfer_params"])
     record = params.pop("backhaul", None)
     if not params.get("do_remote_prefill"):
+        params = {}
+    if not params and not isinstance(record, dict):
         return None
     usage = answer.get("usage")
     usage = usage if isinstance(usage, dict) else {}

@@ -158,6 +158,17 @@ def test_prefills_answer(endpoint: Endpoint, ids: dict[str, Any]) -> None:
     )  # fmt: skip
 
 
+def test_prefill_that_holds_nothing_hands_over_through_the_store() -> None:
+    record = {"loaded_tokens": 0}
+    idle = {"do_remote_prefill": False, "remote_host": "h"}
+    answer = {"kv_transfer_params": idle | {"backhaul": record}, "prompt_token_ids": [1, 2]}
+    prefill = read_prefill(Endpoint.CHAT, answer)
+    assert prefill == PrefillAnswer(params={}, record=record, token_ids=(1, 2))
+    leg = decode_body(Endpoint.CHAT, CHAT, prefill)
+    assert leg["kv_transfer_params"] == {"prompt_token_ids": [1, 2]}
+    assert read_prefill(Endpoint.CHAT, {"kv_transfer_params": idle}) is None
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-9, 9) | st.text("ab", max_size=2),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("ab"), inner, max_size=3),

@@ -70,6 +70,15 @@ def test_prefill_without_a_connector_that_hands_over() -> None:
         assert setup.handovers() == {"no_parameters": 1}
 
 
+def test_prefill_that_hands_over_through_the_store() -> None:
+    with running() as setup:
+        body = {"kv_transfer_params": {"backhaul": {"loaded_tokens": 1}}, "prompt_token_ids": [1]}
+        setup.prefill[0].behave = always(Behaviour(status=200, error_body=body))
+        assert setup.chat().json()["kv_transfer_params"]["backhaul"]["prefill"]
+        assert setup.handovers() == {"store": 1}
+        assert setup.decode[0].seen[0].transfer == {"prompt_token_ids": [1]}
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     "behaviour",
