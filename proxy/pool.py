@@ -16,7 +16,7 @@ from backhaul.proxy.settings import Policy
 logger = logging.getLogger(__name__)
 
 FAILURES_UNTIL_UNHEALTHY = 2
-"""One missed answer may be a busy engine; a refused connection in a request counts in full."""
+"""One missed answer may be a busy engine; a refused connection counts in full."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Health:
         return Health(self.healthy and failures < FAILURES_UNTIL_UNHEALTHY, failures)
 
     def refused(self) -> Health:
-        """After a connection of a request was refused: out until a check succeeds."""
+        """After a connection was refused: out until a check succeeds."""
         return replace(self, healthy=False)
 
 
@@ -97,7 +97,12 @@ class Pool:
 
 async def check(worker: Worker, client: httpx.AsyncClient, timeout_s: float) -> None:
     """Ask one worker's ``/health`` once."""
-    ok = False
-    with contextlib.suppress(httpx.HTTPError):
-        ok = (await client.get(f"{worker.url}/health", timeout=timeout_s)).is_success
-    worker.update(worker.health.observed(ok=ok))
+    health = worker.health
+    try:
+        response = await client.get(f"{worker.url}/health", timeout=timeout_s)
+        health = health.observed(ok=response.is_success)
+    except httpx.ConnectError:
+        health = health.refused()
+    except httpx.HTTPError:
+        health = health.observed(ok=False)
+    worker.update(health)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import signal
 import socket
+from collections.abc import Iterator
 
 import uvicorn
 
@@ -23,6 +26,18 @@ class _Server(uvicorn.Server):
         await super().startup(sockets=sockets)
         if self.started:
             print(self._announcement, flush=True)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """As uvicorn does, but without raising them again at the end: stopping when told to is
+        success."""
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        before = {number: signal.signal(number, self.handle_exit) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 def serve(settings: ProxySettings, listener: socket.socket) -> None:
