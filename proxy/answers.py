@@ -78,6 +78,33 @@ def _object(data: bytes) -> dict[str, Any] | None:
     return body if isinstance(body, dict) else None
 
 
+_BEFORE_TOKENS = frozenset({"response.created", "response.queued", "response.in_progress"})
+
+
+def is_preamble(endpoint: Endpoint, event: bytes) -> bool:
+    """Whether an event comes before the first token: a comment, a chat's role, the announcement of
+    a response. vLLM sends these even where its first step failed, and the error right after."""
+    data = data_of(event)
+    if not data:
+        return True
+    body = _object(data)
+    if body is None:
+        return False
+    if endpoint is Endpoint.RESPONSES:
+        return body.get("type") in _BEFORE_TOKENS
+    choices = body.get("choices")
+    if endpoint is not Endpoint.CHAT or not isinstance(choices, list) or not choices:
+        return False
+    return all(isinstance(choice, dict) and _says_nothing(choice) for choice in choices)
+
+
+def _says_nothing(choice: Mapping[str, Any]) -> bool:
+    delta = choice.get("delta")
+    if choice.get("finish_reason") is not None or not isinstance(delta, dict):
+        return False
+    return not any(value for name, value in delta.items() if name != "role")
+
+
 def error_status_of(event: bytes) -> int | None:
     """The status inside an event that reports an error instead of a token; None for others.
 
@@ -86,7 +113,12 @@ def error_status_of(event: bytes) -> int | None:
     if b'"error"' not in event:
         return None
     body = _object(data_of(event))
-    if body is None or not isinstance(error := body.get("error"), dict):
+    if body is None:
+        return None
+    if body.get("type") in ("error", "response.failed"):  # the Responses API
+        return 500
+    error = body.get("error")
+    if not isinstance(error, dict):
         return None
     code = error.get("code")
     return code if isinstance(code, int) else 500

@@ -24,6 +24,7 @@ from backhaul.proxy.answers import (
     error_body,
     error_event,
     error_status_of,
+    is_preamble,
     rewrite_answer,
     rewrite_event,
 )
@@ -162,12 +163,14 @@ class Exchange:
                     return Outcome.BROKEN
                 error, once_more = failure, None
                 tried.add(worker)
-                if prefill is not None and failure.worker_erred:
+                if prefill is None or not failure.delivered:
+                    continue
+                prefill, self._handover = None, None
+                others = attempts > 0 and self._decode_worker(tried) is not None
+                if failure.worker_erred or (failure.fault is LegFault.LOST and not others):
                     # It may be the transfer that failed, and no request fails because of prefill.
-                    prefill, self._handover = None, Handover.TRANSFER_FAILED
+                    self._handover = Handover.TRANSFER_FAILED
                     once_more, attempts = worker, max(attempts, 1)
-                elif prefill is not None and failure.delivered:
-                    prefill, self._handover = None, None
         # The last failure may have used up a hand-over.
         self._handover = self._handover or Handover.DONE
         return await self._give_up(error)
@@ -270,12 +273,18 @@ class Exchange:
         splitter = EventSplitter()
         chunks = response.aiter_raw()
         events: list[bytes] = []
+        first: bytes | None = None
+        looked_at = 0
         async for chunk in chunks:
             events += splitter.feed(chunk)
-            # Comments keep connections alive; the worker has said nothing yet.
-            if any(data_of(event) for event in events):
+            # What comes before the first token is held back with it: vLLM sends it in one go, and
+            # until then another worker can be tried.
+            while first is None and len(events) > looked_at:
+                if not is_preamble(self._endpoint, events[looked_at]):
+                    first = events[looked_at]
+                looked_at += 1
+            if first is not None:
                 break
-        first = next((event for event in events if data_of(event)), None)
         if first is None:
             raise LegError(LegFault.LOST, f"{worker.url} ended a stream unbegun", delivered=True)
         if error_status_of(first) in RETRIED_STATUSES:
@@ -286,7 +295,7 @@ class Exchange:
                 LegFault.STATUS, f"{worker.url} failed at once", delivered=True, answer=answer
             )
         if self._endpoint is Endpoint.RESPONSES:
-            event = parse_body(data_of(first))
+            event = parse_body(data_of(events[0]))
             self._remember(event.get("response") if event else None, worker)
         await self._begin(200, response.headers.raw, prefill)
         outcome = _Ending(self._endpoint)

@@ -32,7 +32,8 @@ class Behaviour:
         status: an error to answer instead, with ``error_body``.
         hang: never answer.
         drop: close the connection without an answer.
-        error_first: answer 200 and an error event, as vLLM does where generating fails.
+        error_after: an error event after so many events, as vLLM does where generating fails. It
+            comes after the event with the role where the first step fails.
         die_after: close the connection after so many events.
         stall_after: send nothing more after so many events.
         token_delay_s: pause before each token.
@@ -43,7 +44,7 @@ class Behaviour:
     headers: Mapping[str, str] = field(default_factory=dict)
     hang: bool = False
     drop: bool = False
-    error_first: bool = False
+    error_after: int | None = None
     die_after: int | None = None
     stall_after: int | None = None
     token_delay_s: float = 0.0
@@ -341,8 +342,9 @@ async def _stream(send: Any, reply: _Reply, behaviour: Behaviour) -> None:
     # vLLM sends the status before it generates.
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     events = reply.events()
-    if behaviour.error_first:
-        events = iter((_data(_error(500, "EngineCore failed")), b"data: [DONE]\n\n"))
+    if behaviour.error_after is not None:
+        failure = (_data(_error(500, "EngineCore failed")), b"data: [DONE]\n\n")
+        events = itertools.chain(itertools.islice(events, behaviour.error_after), failure)
     for number, event in enumerate(events):
         if number == behaviour.die_after:
             raise _Died

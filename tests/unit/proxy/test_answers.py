@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 
-from backhaul.proxy.answers import error_event, error_status_of, rewrite_answer, rewrite_event
+from backhaul.proxy.answers import (
+    error_event,
+    error_status_of,
+    is_preamble,
+    rewrite_answer,
+    rewrite_event,
+)
 from backhaul.proxy.legs import Endpoint, PrefillAnswer
 from backhaul.proxy.sse import data_of
 
@@ -90,6 +96,9 @@ def test_transfer_parameters_in_events() -> None:
         ({"error": {"code": 503, "message": "m"}}, 503),
         ({"error": {"message": "m"}}, 500),
         ({"error": None}, None),
+        ({"type": "error", "message": "m"}, 500),
+        ({"type": "response.failed", "response": {"error": {"code": "server_error"}}}, 500),
+        ({"type": "response.created", "response": {"error": None}}, None),
         ({"choices": [{"delta": {"content": '"error"'}}]}, None),
     ],
 )
@@ -97,6 +106,33 @@ def test_errors_in_events(data: dict[str, Any], status: int | None) -> None:
     assert error_status_of(b"data: " + json.dumps(data).encode() + b"\n\n") == status
 
 
-@pytest.mark.parametrize("endpoint", [Endpoint.CHAT, Endpoint.COMPLETIONS])
+@pytest.mark.parametrize(
+    ("endpoint", "data", "expected"),
+    [
+        ("chat_completions", {"choices": [{"delta": {"role": "assistant", "content": ""}}]}, True),
+        ("chat_completions", {"choices": [{"delta": {"content": "w"}}]}, False),
+        ("chat_completions", {"choices": [{"delta": {"role": "a", "reasoning": "w"}}]}, False),
+        ("chat_completions", {"choices": [{"delta": {"tool_calls": [{}]}}]}, False),
+        ("chat_completions", {"choices": [{"delta": {}, "finish_reason": "stop"}]}, False),
+        ("chat_completions", {"choices": [], "usage": {}}, False),
+        ("chat_completions", {"error": {"code": 500}}, False),
+        ("completions", {"choices": [{"text": ""}]}, False),
+        ("responses", {"type": "response.created"}, True),
+        ("responses", {"type": "response.in_progress"}, True),
+        ("responses", {"type": "response.output_item.added"}, False),
+        ("responses", {"type": "error"}, False),
+    ],
+)
+def test_what_comes_before_the_first_token(endpoint: str, data: Any, expected: bool) -> None:
+    event = b"data: " + json.dumps(data).encode() + b"\n\n"
+    assert is_preamble(Endpoint(endpoint), event) is expected
+
+
+def test_comments_come_before_and_what_is_no_json_does_not() -> None:
+    assert is_preamble(Endpoint.CHAT, b": ping\n\n")
+    assert not is_preamble(Endpoint.CHAT, b"data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("endpoint", Endpoint)
 def test_our_own_error_events_read_like_the_engines(endpoint: Endpoint) -> None:
-    assert error_status_of(error_event(endpoint, 502, "m", "k")) == 502
+    assert error_status_of(error_event(endpoint, 500, "m", "k")) == 500

@@ -110,7 +110,12 @@ def test_a_refused_connection_keeps_the_hand_over() -> None:
 
 @pytest.mark.parametrize(
     ("behaviour", "reason"),
-    [(Behaviour(error_first=True), "status"), (Behaviour(die_after=0), "lost")],
+    [
+        (Behaviour(error_after=0), "status"),
+        (Behaviour(error_after=1), "status"),
+        (Behaviour(die_after=0), "lost"),
+        (Behaviour(die_after=1), "lost"),
+    ],
 )
 def test_a_stream_that_fails_before_its_first_token_is_retried(
     behaviour: Behaviour, reason: str
@@ -123,21 +128,39 @@ def test_a_stream_that_fails_before_its_first_token_is_retried(
         assert setup.metric("retries_total", leg="decode", reason=reason) == 1
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["chat/completions", "completions", "responses"])
+@pytest.mark.parametrize(
+    ("failure", "stream"),
+    [
+        (Behaviour(status=500), False),
+        (Behaviour(drop=True), False),
+        (Behaviour(error_after=0), True),
+        (Behaviour(die_after=0), True),
+    ],
+)
 @pytest.mark.parametrize("retries", [0, 1])
-def test_a_transfer_that_fails_is_done_without(stream: bool, retries: int) -> None:
+def test_a_transfer_that_fails_is_done_without(
+    failure: Behaviour, stream: bool, retries: int, path: str
+) -> None:
     """The decode worker cannot read what prefill kept, say because prefill has died since. It is
     the only one, and it can still compute the prompt."""
 
     def behave(seen: Seen) -> Behaviour:
-        failed = Behaviour(error_first=True) if stream else Behaviour(status=500)
-        return failed if seen.transfer.get("do_remote_prefill") else Behaviour()
+        if not seen.transfer.get("do_remote_prefill"):
+            return Behaviour()
+        # A chat's role and the announcement of a response come before the error.
+        first = 0 if path == "completions" else 1
+        if failure.error_after is not None:
+            return Behaviour(error_after=first)
+        return Behaviour(die_after=first) if failure.die_after is not None else failure
 
     with running(retries=retries) as setup:
         setup.decode[0].behave = behave
-        answer = setup.chat(stream=stream)
+        body = CHAT | {"stream": stream, "prompt": "p", "input": "i"}
+        answer = setup.http.post(f"/v1/{path}", json=body)
         assert answer.status_code == 200
-        assert "EngineCore failed" not in answer.text
+        assert '"error"' not in answer.text
+        assert "w4 " in answer.text
         assert answer.headers["x-backhaul-handover"] == "transfer_failed"
         assert setup.handovers() == {"transfer_failed": 1}
         assert setup.outcomes() == {"ok": 1}
@@ -159,7 +182,7 @@ def test_the_engines_last_words_are_passed_on() -> None:
 def test_a_stream_that_only_fails_is_passed_on() -> None:
     with running(decode=2) as setup:
         for engine in setup.decode:
-            engine.behave = always(Behaviour(error_first=True))
+            engine.behave = always(Behaviour(error_after=0))
         answer = setup.chat(stream=True)
         assert answer.status_code == 200
         assert json.loads(events(answer)[0])["error"]["message"] == "EngineCore failed"
