@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import backhaul
-from backhaul.deploy import demo_command, store_command
+from backhaul.deploy import demo_command, proxy_command, store_command, up_command
 from backhaul.protocols.errors import ConfigError
 
 app = typer.Typer(
@@ -19,6 +19,8 @@ app = typer.Typer(
 )
 app.command("store")(store_command.store)
 app.command("demo")(demo_command.demo)
+app.command("proxy")(proxy_command.proxy)
+app.command("up")(up_command.up)
 
 
 def _show_version(wanted: bool) -> None:

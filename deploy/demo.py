@@ -8,10 +8,9 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -19,6 +18,7 @@ from rich.table import Table
 
 from backhaul.deploy.conversation import Conversation, filler, load_encoder
 from backhaul.deploy.pair import Pair, Turn
+from backhaul.deploy.progress import StartProgress
 from backhaul.deploy.tiny_model import TOKEN_IDS, build_tiny_model
 
 END_TOKEN = TOKEN_IDS["<|im_end|>"]
@@ -107,7 +107,9 @@ def run_demo(
 def _arm(
     console: Console, model: Path, logs: Path, script: Script | None
 ) -> tuple[Script, list[TurnReport]]:
-    progress = _StartProgress(console)
+    progress = StartProgress()
+    if not console.is_terminal:
+        progress.on_line = console.print
     pair = Pair(
         model,
         logs,
@@ -240,36 +242,3 @@ def ratio_table(with_backhaul: Sequence[TurnReport], without: Sequence[TurnRepor
     medians = [statistics.median(column) for column in zip(*later, strict=True)]
     table.add_row("median of later turns", *(f"{x:.2f}x" for x in medians))
     return table
-
-
-class _StartProgress:
-    """Shows which services are up: a table that changes in place, or lines where nothing can."""
-
-    LINE_EVERY_S = 15.0
-
-    def __init__(self, console: Console) -> None:
-        self.started = time.monotonic()
-        self.on_change: Callable[[Table], Any] = lambda table: None
-        self._state: dict[str, tuple[float, bool]] = {}
-        self._console = console
-        self._line_at = self.started + self.LINE_EVERY_S
-
-    def update(self, name: str, age_s: float, healthy: bool) -> None:
-        became = healthy and not self._state.get(name, (0.0, False))[1]
-        self._state[name] = (age_s, healthy)
-        self.on_change(self.table())
-        if self._console.is_terminal:
-            return
-        if became:
-            self._console.print(f"  {name} ready after {age_s:.0f} s")
-        elif time.monotonic() >= self._line_at:
-            self._line_at = time.monotonic() + self.LINE_EVERY_S
-            waiting = [n for n, (_, ready) in self._state.items() if not ready]
-            self._console.print(f"  waiting for {', '.join(waiting)}: {age_s:.0f} s")
-
-    def table(self) -> Table:
-        table = Table(box=None, show_header=False)
-        for name, (age_s, healthy) in self._state.items():
-            state = "[green]ready[/]" if healthy else "starting"
-            table.add_row(name, state, f"{age_s:.0f} s")
-        return table

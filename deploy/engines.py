@@ -29,6 +29,14 @@ DEFAULT_ENV = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
 }
+# On accelerators the engine's own choices are the good ones.
+GPU_ENV = {"VLLM_SSM_CONV_STATE_LAYOUT": "DS", "VLLM_NO_USAGE_STATS": "1"}
+GPU_ARGS = (
+    "--host=127.0.0.1",
+    "--enable-prefix-caching",
+    "--mamba-cache-mode=align",
+    "--enable-prompt-tokens-details",
+)
 DEFAULT_ARGS = (
     "--host=127.0.0.1",
     "--enforce-eager",
@@ -45,13 +53,15 @@ DEFAULT_ARGS = (
 class EngineSpec:
     """What one engine runs.
 
-    ``cores`` is a core id, or ``"0|1"`` for one core per tensor-parallel rank. ``args`` come last
-    on the command line; ``env`` is laid over the defaults.
+    ``cores`` is a core id, or ``"0|1"`` for one core per tensor-parallel rank. ``gpus`` is what
+    ``CUDA_VISIBLE_DEVICES`` gets; with it the engine is not bound to cores. ``args`` come last on
+    the command line; ``env`` is laid over the defaults.
     """
 
     name: str
     model: Path
-    cores: str
+    cores: str = ""
+    gpus: str = ""
     port: int = field(default_factory=free_port)
     kv_transfer_config: Mapping[str, object] | None = None
     args: Sequence[str] = ()
@@ -78,14 +88,14 @@ class Engine(Service):
         spec = self.spec
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
         command += [f"--model={spec.model}", f"--served-model-name={spec.model.name}"]
-        command += [f"--port={spec.port}", *DEFAULT_ARGS]
+        command += [f"--port={spec.port}", *(GPU_ARGS if spec.gpus else DEFAULT_ARGS)]
         if spec.kv_transfer_config is not None:
             command.append(f"--kv-transfer-config={json.dumps(dict(spec.kv_transfer_config))}")
         return [*command, *spec.args]
 
     def check_healthy(self, timeout_s: float, on_progress: Progress | None = None) -> bool:
         healthy = super().check_healthy(timeout_s, on_progress)
-        if healthy:
+        if healthy and self.spec.cores:
             self.bind_workers()
         return healthy
 
@@ -106,11 +116,13 @@ class Engine(Service):
                         os.sched_setaffinity(thread.id, core_ids(cores))
 
     def environment(self) -> dict[str, str]:
-        own = {
-            "VLLM_CPU_OMP_THREADS_BIND": self.spec.cores,
-            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
-        }
-        return {**os.environ, **DEFAULT_ENV, **own, **self.spec.env}
+        own = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
+        if self.spec.gpus:
+            own["CUDA_VISIBLE_DEVICES"] = self.spec.gpus
+        if self.spec.cores:
+            own["VLLM_CPU_OMP_THREADS_BIND"] = self.spec.cores
+        defaults = GPU_ENV if self.spec.gpus else DEFAULT_ENV
+        return {**os.environ, **defaults, **own, **self.spec.env}
 
 
 class StoreDaemon(Service):
@@ -167,11 +179,13 @@ def backhaul_config(store: str, role: str = "kv_both", **options: object) -> dic
     }
 
 
-def pair_config(store: str | None, role: str = "kv_both", **options: object) -> dict[str, object]:
+def pair_config(
+    store: str | None, role: str = "kv_both", *, buffer_device: str = "cpu", **options: object
+) -> dict[str, object]:
     """``--kv-transfer-config`` of one engine of a P/D pair: NIXL hands prefill -> decode over;
     with a store, Backhaul carries decode -> prefill."""
     children: list[dict[str, object]] = [
-        {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
+        {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": buffer_device}
     ]
     if store is not None:
         child = backhaul_config(store, role, **options)

@@ -110,14 +110,8 @@ class Service(abc.ABC):
 
     def check_healthy(self, timeout_s: float, on_progress: Progress | None = None) -> bool:
         """Ask once; see :meth:`wait_healthy` for what it raises."""
-        if self._process is None:
-            raise ServiceError(f"{self.name} is not running: start it first")
+        self.check_running()
         age_s = time.monotonic() - self._started_at
-        if (code := self._process.poll()) is not None:
-            raise ServiceError(
-                f"{self.name} exited with code {code} after {age_s:.0f} s; "
-                f"see {self.log_path}:\n{self.log_tail()}"
-            )
         healthy = False
         with suppress(httpx.TransportError):
             healthy = httpx.get(self.health_url, timeout=2.0).is_success
@@ -129,6 +123,17 @@ class Service(abc.ABC):
         if on_progress:
             on_progress(self.name, age_s, healthy)
         return healthy
+
+    def check_running(self) -> None:
+        """Raise :class:`ServiceError` with the end of the log if the process has ended."""
+        if self._process is None:
+            raise ServiceError(f"{self.name} is not running: start it first")
+        if (code := self._process.poll()) is not None:
+            age_s = time.monotonic() - self._started_at
+            raise ServiceError(
+                f"{self.name} exited with code {code} after {age_s:.0f} s; "
+                f"see {self.log_path}:\n{self.log_tail()}"
+            )
 
     def stop(self, grace_s: float = 10.0) -> None:
         """End the process and all its descendants; kill what is left after ``grace_s`` seconds."""
@@ -253,6 +258,14 @@ class Cluster:
         traceback: TracebackType | None,
     ) -> None:
         self._stop()
+
+    def watch(self) -> None:
+        """Block for as long as every service runs. Raises :class:`ServiceError` when one ends, and
+        what signals raise."""
+        while True:
+            for service in self.services:
+                service.check_running()
+            time.sleep(POLL_INTERVAL_S)
 
     def _stop(self) -> None:
         try:

@@ -1,0 +1,188 @@
+"""A whole P/D cluster on one machine: store, prefill and decode engines, proxy."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from backhaul.deploy.engines import Engine, EngineSpec, StoreDaemon, pair_config
+from backhaul.deploy.processes import Service, free_port
+from backhaul.protocols.errors import ConfigError
+
+ENGINES_MAX = 64
+"""More on one machine is a slip of the keyboard."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpPlan:
+    """What to start. Raises ``ConfigError`` for counts and devices that do not fit together.
+
+    Attributes:
+        model: a model directory, or with ``gpus`` also a hub name.
+        log_dir: where every service logs to ``<name>.log``.
+        prefill: number of prefill engines.
+        decode: number of decode engines.
+        cores: one entry per engine, prefill first (``"0"``, ``"0-3"``; ``"0|1"``: one per rank);
+            empty: one core each, in turn.
+        gpus: one ``CUDA_VISIBLE_DEVICES`` per engine, prefill first; empty: engines on the CPU.
+        host: address that the proxy listens on.
+        port: the proxy's port.
+        first_engine_port: engines listen on this and the following ports; None: free ones.
+        capacity: size of the store.
+        with_backhaul: False: NIXL's hand-over only, no store.
+        engine_args: further arguments of every engine.
+        proxy_args: further arguments of the proxy.
+    """
+
+    model: Path
+    log_dir: Path
+    prefill: int = 1
+    decode: int = 1
+    cores: Sequence[str] = ()
+    gpus: Sequence[str] = ()
+    host: str = "127.0.0.1"
+    port: int = 8000
+    first_engine_port: int | None = None
+    capacity: str = "512MiB"
+    with_backhaul: bool = True
+    engine_args: Sequence[str] = ()
+    proxy_args: Sequence[str] = field(default=())
+
+    def __post_init__(self) -> None:
+        for role in ("prefill", "decode"):
+            if not 1 <= getattr(self, role) <= ENGINES_MAX:
+                raise ConfigError(f"{getattr(self, role)} {role} engines: give 1 ... {ENGINES_MAX}")
+        for option, given in (("--cores", self.cores), ("--gpus", self.gpus)):
+            if given and len(given) != self.engines:
+                raise ConfigError(
+                    f"{option} is given {len(given)} times for {self.engines} engines: give it "
+                    f"once per engine, the {self.prefill} prefill engines first"
+                )
+        if self.cores and self.gpus:
+            raise ConfigError("--cores and --gpus exclude each other: engines run on one of them")
+        first = self.first_engine_port
+        if first is not None and not 1 <= first <= 65_536 - self.engines:
+            raise ConfigError(
+                f"engine ports {first} ... {first + self.engines - 1} are not all ports: "
+                "give another --first-engine-port"
+            )
+
+    @property
+    def engines(self) -> int:
+        """How many engines there are."""
+        return self.prefill + self.decode
+
+    @property
+    def names(self) -> list[str]:
+        """Of the engines, prefill first."""
+        return [
+            *(f"prefill-{i}" for i in range(self.prefill)),
+            *(f"decode-{i}" for i in range(self.decode)),
+        ]
+
+
+class ProxyService(Service):
+    """One ``backhaul proxy`` process. Healthy once a decode engine is."""
+
+    def __init__(
+        self,
+        log_dir: Path,
+        *,
+        prefill: Sequence[str],
+        decode: Sequence[str],
+        host: str = "127.0.0.1",
+        port: int | None = None,
+        name: str = "proxy",
+        args: Sequence[str] = (),
+    ) -> None:
+        super().__init__(name, log_dir)
+        self._workers = {"--prefill": tuple(prefill), "--decode": tuple(decode)}
+        self._host = host
+        self._port = port or free_port()
+        self._args = tuple(args)
+
+    @property
+    def url(self) -> str:
+        """Base URL of the OpenAI API, without a trailing slash."""
+        # Who listens everywhere is reached from here on the loopback address.
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._host, self._host)
+        return f"http://[{host}]:{self._port}" if ":" in host else f"http://{host}:{self._port}"
+
+    @property
+    def health_url(self) -> str:
+        return f"{self.url}/health"
+
+    def command(self) -> list[str]:
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        command = [sys.executable, "-m", "backhaul.deploy.cli", "proxy"]
+        command += ["--listen", f"{host}:{self._port}"]
+        for option, urls in self._workers.items():
+            for url in urls:
+                command += [option, url]
+        return [*command, *self._args]
+
+    def environment(self) -> dict[str, str]:
+        return dict(os.environ)
+
+
+@dataclass(frozen=True)
+class Services:
+    """What a plan starts."""
+
+    store: StoreDaemon | None
+    prefill: Sequence[Engine]
+    decode: Sequence[Engine]
+    proxy: ProxyService
+
+    @property
+    def all(self) -> list[Service]:
+        """In the order in which they start."""
+        store: list[Service] = [self.store] if self.store else []
+        return [*store, *self.prefill, *self.decode, self.proxy]
+
+    @property
+    def urls(self) -> dict[str, str]:
+        """Service -> where it is."""
+        urls = {self.store.name: self.store.uri} if self.store else {}
+        urls |= {engine.name: engine.url for engine in (*self.prefill, *self.decode)}
+        return urls | {self.proxy.name: f"{self.proxy.url}/v1"}
+
+
+def make_services(plan: UpPlan) -> Services:
+    """Services of a plan, not started."""
+    store = StoreDaemon(plan.log_dir, capacity=plan.capacity) if plan.with_backhaul else None
+    config = pair_config(store.uri if store else None, buffer_device="cuda" if plan.gpus else "cpu")
+    cores = list(plan.cores) or _one_core_each(plan.engines)
+    engines = [
+        Engine(
+            EngineSpec(
+                name=name,
+                model=plan.model,
+                cores="" if plan.gpus else cores[i],
+                gpus=plan.gpus[i] if plan.gpus else "",
+                port=free_port() if plan.first_engine_port is None else plan.first_engine_port + i,
+                kv_transfer_config=config,
+                args=plan.engine_args,
+            ),
+            plan.log_dir,
+        )
+        for i, name in enumerate(plan.names)
+    ]
+    prefill, decode = engines[: plan.prefill], engines[plan.prefill :]
+    proxy = ProxyService(
+        plan.log_dir,
+        prefill=[engine.url for engine in prefill],
+        decode=[engine.url for engine in decode],
+        host=plan.host,
+        port=plan.port,
+        args=plan.proxy_args,
+    )
+    return Services(store, prefill, decode, proxy)
+
+
+def _one_core_each(engines: int) -> list[str]:
+    available = sorted(os.sched_getaffinity(0))
+    return [str(available[i % len(available)]) for i in range(engines)]

@@ -1,0 +1,158 @@
+"""`backhaul up`: store, engines and proxy on this machine, until Ctrl-C."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from backhaul.deploy.demo_command import default_cache_dir
+from backhaul.deploy.proxy_command import DEFAULT_LISTEN
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from backhaul.deploy.up import UpPlan
+
+
+def up(
+    prefill: Annotated[int, typer.Option(metavar="N", help="Prefill engines.")] = 1,
+    decode: Annotated[int, typer.Option(metavar="N", help="Decode engines.")] = 1,
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="PATH", help="Model to serve; default: a tiny one, built here."),
+    ] = None,
+    cores: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="CORES",
+            help="CPU cores of one engine, e.g. 0-3 (0|1: one per rank). Repeat per engine, "
+            "prefill first. Default: one core each.",
+        ),
+    ] = None,
+    gpus: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="IDS",
+            help="CUDA_VISIBLE_DEVICES of one engine, e.g. 0,1. Repeat per engine, prefill first. "
+            "Default: engines run on the CPU.",
+        ),
+    ] = None,
+    listen: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Where the proxy listens; port 0: any free.")
+    ] = DEFAULT_LISTEN,
+    first_engine_port: Annotated[
+        int | None,
+        typer.Option(metavar="PORT", help="Engines take this and the next ports. Default: free."),
+    ] = None,
+    capacity: Annotated[
+        str, typer.Option(metavar="SIZE", help="Size of the store's pool.")
+    ] = "512MiB",
+    backhaul: Annotated[
+        bool, typer.Option(help="Run the store and the connector; without, NIXL's hand-over only.")
+    ] = True,
+    engine_arg: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ARG", help="A further vLLM argument of every engine; repeat."),
+    ] = None,
+    proxy_arg: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ARG", help="A further argument of `backhaul proxy`; repeat."),
+    ] = None,
+    log_dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where logs go; default: a new directory.")
+    ] = None,
+    start_timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", help="Longest start of a service.")
+    ] = 600.0,
+) -> None:
+    """Start store, engines and proxy on this machine; stop all of them on Ctrl-C or SIGTERM, or
+    when one of them ends."""
+    from rich.console import Console
+
+    from backhaul.deploy.processes import ServiceError, free_port
+    from backhaul.deploy.up import UpPlan
+    from backhaul.transfer.daemon.settings import parse_address, parse_bytes
+
+    parse_bytes(capacity)
+    address = parse_address(listen)
+    if model is None and gpus:
+        raise typer.BadParameter("the tiny model runs on the CPU only: give --model with --gpus")
+    plan = UpPlan(
+        model=Path(model) if model else Path(),
+        log_dir=log_dir or Path(tempfile.mkdtemp(prefix="backhaul-up-")),
+        prefill=prefill,
+        decode=decode,
+        cores=cores or (),
+        gpus=gpus or (),
+        host=address.host,
+        port=address.port or free_port(),
+        first_engine_port=first_engine_port,
+        capacity=capacity,
+        with_backhaul=backhaul,
+        engine_args=engine_arg or (),
+        proxy_args=proxy_arg or (),
+    )
+    try:
+        run(Console(), plan, tiny=model is None, start_timeout_s=start_timeout)
+    except ServiceError as error:
+        print(f"backhaul: error: {error}\nbackhaul: everything was stopped", file=sys.stderr)
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        print("backhaul: interrupted; everything was stopped", file=sys.stderr)
+        raise typer.Exit(130) from None
+
+
+def run(console: Console, plan: UpPlan, *, tiny: bool, start_timeout_s: float) -> None:
+    """Start a plan and wait. Ends only by an exception: ``ServiceError``, ``KeyboardInterrupt``,
+    ``SystemExit`` at SIGTERM; nothing that was started runs any more then."""
+    import contextlib
+    import dataclasses
+
+    from rich.live import Live
+
+    from backhaul.deploy.processes import Cluster
+    from backhaul.deploy.progress import StartProgress
+    from backhaul.deploy.up import make_services
+
+    if tiny:
+        from backhaul.deploy.tiny_model import build_tiny_model
+
+        model = build_tiny_model(default_cache_dir() / "tiny-hybrid")
+        plan = dataclasses.replace(plan, model=model)
+    services = make_services(plan)
+    progress = StartProgress()
+    cluster = Cluster(services.all, timeout_s=start_timeout_s, on_progress=progress.update)
+    console.print(f"Model [bold]{plan.model}[/], logs in {plan.log_dir}", soft_wrap=True)
+    with contextlib.ExitStack() as stack:
+        if console.is_terminal:
+            with Live(progress.table(), console=console, refresh_per_second=4) as live:
+                progress.on_change = live.update
+                stack.enter_context(cluster)
+        else:
+            progress.on_line = console.print
+            stack.enter_context(cluster)
+        for line in _lines([(s.name, services.urls[s.name], s.log_path) for s in services.all]):
+            console.print(line, soft_wrap=True, highlight=False, markup=False)
+        console.print(
+            f"Ready after {time.monotonic() - progress.started:.0f} s. "
+            f"export OPENAI_BASE_URL={services.proxy.url}/v1; model {plan.model.name}; "
+            "Ctrl-C stops everything.",
+            soft_wrap=True,
+        )
+        cluster.watch()
+
+
+def _lines(rows: Sequence[tuple[object, ...]]) -> list[str]:
+    """Columns under each other, never cut: paths must be whole to be of use."""
+    texts = [[str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in texts
+    ]

@@ -1,0 +1,208 @@
+"""The proxy's HTTP face: a Starlette application."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from typing import Any
+
+import httpx
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from backhaul.proxy.answers import error_body
+from backhaul.proxy.exchange import Cluster, Exchange, Send
+from backhaul.proxy.legs import Endpoint
+from backhaul.proxy.metrics import Metrics, Outcome
+from backhaul.proxy.pool import Pool, Worker
+from backhaul.proxy.settings import ProxySettings
+from backhaul.proxy.upstream import (
+    LegError,
+    call,
+    forwarded_request_headers,
+    forwarded_response_headers,
+)
+
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+
+KEEPALIVE_S = 4.0
+"""Below the 5 s after which workers close idle connections: one that is reused in the moment in
+which its other end closes it would look like a worker that died."""
+QUERY_TIMEOUT_S = 10.0
+"""For what needs no generation: models, stored responses."""
+
+
+def make_app(settings: ProxySettings) -> Starlette:
+    """The application; ``app.state.cluster`` is what its requests share."""
+    timeout = httpx.Timeout(
+        None, connect=settings.connect_timeout_s, pool=settings.connect_timeout_s
+    )
+    limits = httpx.Limits(
+        max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEPALIVE_S
+    )
+    cluster = Cluster(
+        settings=settings,
+        # No environment: a proxy variable of the shell must not stand between the workers and us.
+        client=httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False),
+        metrics=Metrics(),
+        prefill=Pool("prefill", settings.prefill, settings.prefill_policy),
+        decode=Pool("decode", settings.decode, settings.decode_policy),
+    )
+    cluster.metrics.watch(cluster.prefill, cluster.decode)
+    queries = _Queries(cluster)
+    app = Starlette(
+        routes=[
+            *(Route(e.path, _Generation(cluster, e), methods=["POST"]) for e in Endpoint),
+            Route("/v1/models", queries.anywhere),
+            Route("/v1/models/{name:path}", queries.anywhere),
+            Route("/v1/responses/{response_id}", queries.stored),
+            Route("/v1/responses/{response_id}/cancel", queries.stored, methods=["POST"]),
+            Route("/health", queries.health),
+            Route("/metrics", queries.metrics),
+        ],
+        lifespan=_lifespan(cluster),
+    )
+    app.state.cluster = cluster
+    return app
+
+
+def _lifespan(cluster: Cluster) -> Callable[[Starlette], Any]:
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        settings = cluster.settings
+        watchers = [
+            asyncio.create_task(
+                pool.watch(cluster.client, settings.health_interval_s, settings.health_timeout_s),
+                name=f"health of {pool.role}",
+            )
+            for pool in (cluster.prefill, cluster.decode)
+        ]
+        try:
+            yield
+        finally:
+            for watcher in watchers:
+                watcher.cancel()
+            await asyncio.gather(*watchers, return_exceptions=True)
+            await cluster.client.aclose()
+
+    return lifespan
+
+
+class _Generation:
+    """ASGI application of one endpoint that generates."""
+
+    def __init__(self, cluster: Cluster, endpoint: Endpoint) -> None:
+        self._cluster = cluster
+        self._endpoint = endpoint
+
+    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
+        raw = await self._read(receive)
+        if raw is None:
+            return
+        if len(raw) > self._cluster.settings.body_bytes_max:
+            self._cluster.metrics.requests.labels(self._endpoint, Outcome.REJECTED).inc()
+            limit = self._cluster.settings.body_bytes_max
+            body = error_body(413, f"the body is longer than {limit} bytes", "too_large")
+            await JSONResponse(body, 413)(scope, receive, send)
+            return
+        exchange = Exchange(self._cluster, self._endpoint, raw, scope["headers"], send)
+        work = asyncio.create_task(exchange.run(), name="exchange")
+        gone = asyncio.create_task(_disconnected(receive), name="disconnect")
+        try:
+            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            # Cancelling the work closes its connection to a worker, which then stops generating.
+            gone.cancel()
+            work.cancel()
+            results = await asyncio.gather(work, gone, return_exceptions=True)
+        if isinstance(results[0], Exception):
+            raise results[0]
+
+    async def _read(self, receive: Receive) -> bytes | None:
+        """The body, at most one message more than is allowed; None where the client left."""
+        parts: list[bytes] = []
+        length = 0
+        while length <= self._cluster.settings.body_bytes_max:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                self._cluster.metrics.requests.labels(self._endpoint, Outcome.CLIENT_GONE).inc()
+                return None
+            parts.append(message.get("body", b""))
+            length += len(parts[-1])
+            if not message.get("more_body", False):
+                break
+        return b"".join(parts)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class _Queries:
+    """What is answered at once."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+
+    async def anywhere(self, request: Request) -> Response:
+        """Ask the decode workers in turn until one answers."""
+        return await self._ask(request, self._decode_workers())
+
+    async def stored(self, request: Request) -> Response:
+        """Ask the worker that keeps the response; where it is not known, each until one has it."""
+        keeper = self._cluster.stored.worker_of(request.path_params["response_id"])
+        return await self._ask(
+            request, [keeper] if keeper else self._decode_workers(), skip_missing=True
+        )
+
+    def _decode_workers(self) -> list[Worker]:
+        workers = self._cluster.decode.workers
+        return sorted(workers, key=lambda worker: not worker.health.healthy)
+
+    async def _ask(
+        self, request: Request, workers: list[Worker], *, skip_missing: bool = False
+    ) -> Response:
+        path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+        headers = forwarded_request_headers(request.headers.raw, "")
+        headers = [(name, value) for name, value in headers if name != b"x-request-id"]
+        body = await request.body()
+        missing: Response | None = None
+        words = "there is no decode worker"
+        for worker in workers:
+            try:
+                async with asyncio.timeout(QUERY_TIMEOUT_S):
+                    answer = await call(
+                        self._cluster.client, worker, request.method, path, headers, body
+                    )
+            except (LegError, TimeoutError) as error:
+                words = str(error) or f"{worker.url} did not answer in {QUERY_TIMEOUT_S:g} s"
+                continue
+            response = Response(answer.body, answer.status)
+            response.raw_headers += forwarded_response_headers(answer.headers)
+            if answer.status != 404 or not skip_missing:
+                return response
+            missing = response
+        return missing or JSONResponse(error_body(503, words, "unreachable"), 503)
+
+    async def health(self, request: Request) -> Response:
+        """200 while a decode worker is healthy: without prefill, requests are still answered."""
+        cluster = self._cluster
+        ok = bool(cluster.decode.healthy)
+        state = {
+            pool.role: {worker.url: worker.health.healthy for worker in pool.workers}
+            for pool in (cluster.prefill, cluster.decode)
+        }
+        return JSONResponse(
+            {"status": "ok" if ok else "no decode worker", **state}, 200 if ok else 503
+        )
+
+    async def metrics(self, request: Request) -> Response:
+        """Prometheus' text format."""
+        return Response(
+            generate_latest(self._cluster.metrics.registry), media_type=CONTENT_TYPE_LATEST
+        )

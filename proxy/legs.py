@@ -1,0 +1,260 @@
+"""What each leg of a request is asked, and what the prefill leg's answer means.
+
+The prefill leg is the client's request with everything that shapes the prompt kept and everything
+that shapes the reply taken away; its one token is thrown away, decode computes it again from the
+handed-over cache. It returns the prompt's token ids, and decode is given these: the template is
+rendered once, and both legs see the same tokens even where a template holds a clock. Decode still
+gets the whole chat request, so that it parses reasoning and tools of the reply.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+
+class Endpoint(enum.StrEnum):
+    """What a client may ask for; the values are label values of metrics."""
+
+    CHAT = "chat_completions"
+    COMPLETIONS = "completions"
+    RESPONSES = "responses"
+
+    @property
+    def path(self) -> str:
+        """The path on the proxy and on every worker."""
+        return f"/v1/{self.value.replace('_', '/')}"
+
+
+class Handover(enum.StrEnum):
+    """Whether prefill's cache was handed over, and if not, why. Decode then computed the prompt."""
+
+    DONE = "done"
+    STORE = "store"  # prefill holds nothing for decode, which finds it in Backhaul's store
+    # Not tried: the request could not be answered right from a handed-over cache.
+    SEVERAL_PROMPTS = "several_prompts"  # one set of transfer parameters is for one prompt
+    SEVERAL_CHOICES = "several_choices"  # prefill frees its blocks after the first reader
+    PROMPT_SCORES = "prompt_scores"  # log-probabilities of the prompt exist only where computed
+    PROMPT_EMBEDDINGS = "prompt_embeddings"
+    TRUNCATION = "truncation"  # "to what fits" depends on the reply's length, which prefill lacks
+    SERVER_TOOLS = "server_tools"  # several generations in one request would read freed blocks
+    STORED_HISTORY = "stored_history"  # only the worker that answered before knows it
+    UNREADABLE = "unreadable"  # not a JSON object: the decode worker says what is wrong
+    # Tried in vain.
+    PREFILL_UNREACHABLE = "prefill_unreachable"
+    PREFILL_FAILED = "prefill_failed"
+    PREFILL_REJECTED = "prefill_rejected"
+    PREFILL_TIMEOUT = "prefill_timeout"
+    NO_PARAMETERS = "no_parameters"  # prefill runs without a connector that hands over
+    TRANSFER_FAILED = "transfer_failed"  # decode failed with the hand-over, and was asked without
+
+
+_REPLY_ONLY = frozenset(
+    [
+        # How tokens are chosen.
+        *("temperature", "top_p", "top_k", "min_p", "seed", "n", "best_of", "use_beam_search"),
+        *("length_penalty", "frequency_penalty", "presence_penalty", "repetition_penalty"),
+        *("repetition_detection", "logit_bias", "allowed_token_ids", "bad_words"),
+        *("structured_outputs", "thinking_token_budget", "watermarking"),
+        # Where the reply ends.
+        *("stop", "stop_token_ids", "min_tokens", "include_stop_str_in_output"),
+        *("max_tokens", "max_completion_tokens", "max_output_tokens", "max_tool_calls"),
+        # What is told about it, and how.
+        *("logprobs", "top_logprobs", "logprob_token_ids", "prompt_logprobs", "echo"),
+        *("return_tokens_as_token_ids", "return_prompt_text", "include"),
+        *("stream_options", "stream_interval", "background", "store"),
+        "kv_transfer_params",
+    ]
+)
+"""Left out of the prefill leg. ``response_format``, ``tools``, ``tool_choice``,
+``reasoning_effort`` and ``text`` stay: templates may render them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillAnswer:
+    """What the prefill leg gave.
+
+    Attributes:
+        params: ``kv_transfer_params`` for decode, without ``backhaul``; empty where prefill holds
+            nothing for decode.
+        record: Backhaul's record of what prefill reused; None where it does not run there.
+        token_ids: the prompt as rendered; None where the worker did not tell.
+        cached_tokens: prompt tokens that prefill did not compute; None where not told.
+        details: the usage's details of the prompt, as sent.
+    """
+
+    params: Mapping[str, Any]
+    record: Mapping[str, Any] | None = None
+    token_ids: tuple[int, ...] | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int | None = None
+    details: Mapping[str, Any] | None = None
+
+
+def parse_body(raw: bytes) -> dict[str, Any] | None:
+    """The request's JSON object; None where it is none.
+
+    Accepts what workers accept: what msgspec refuses (NaN, UTF-16) goes to the standard library,
+    as nothing that a worker understands may pass by ``hints``.
+    """
+    try:
+        body = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        try:
+            body = json.loads(raw)
+        except (ValueError, RecursionError):
+            return None
+    except RecursionError:
+        return None
+    return body if isinstance(body, dict) else None
+
+
+def encode_body(body: Any) -> bytes:
+    """JSON bytes of what :func:`parse_body` gave."""
+    try:
+        return msgspec.json.encode(body)
+    except (ValueError, OverflowError, UnicodeEncodeError):
+        return json.dumps(body).encode()
+
+
+def hints(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The client's ``kv_transfer_params["backhaul"]``. Its other keys are dropped: they name hosts
+    and blocks that a worker would read from."""
+    params = body.get("kv_transfer_params")
+    given = params.get("backhaul") if isinstance(params, dict) else None
+    return dict(given) if isinstance(given, dict) else {}
+
+
+def obstacle(endpoint: Endpoint, body: Mapping[str, Any]) -> Handover | None:
+    """Why the request must be computed by decode alone; None where it can be handed over."""
+    for name in ("n", "best_of"):
+        if body.get(name) not in (None, 1):
+            return Handover.SEVERAL_CHOICES
+    if body.get("use_beam_search"):
+        return Handover.SEVERAL_CHOICES
+    if body.get("echo") or body.get("prompt_logprobs") is not None:
+        return Handover.PROMPT_SCORES
+    # None and positive numbers do not depend on the reply's length.
+    truncate = body.get("truncate_prompt_tokens")
+    if body.get("truncation", "disabled") not in (None, "disabled") or (
+        isinstance(truncate, int) and truncate < 0
+    ):
+        return Handover.TRUNCATION
+    if endpoint is Endpoint.COMPLETIONS:
+        if body.get("prompt_embeds") is not None:
+            return Handover.PROMPT_EMBEDDINGS
+        return None if _is_one_prompt(body.get("prompt")) else Handover.SEVERAL_PROMPTS
+    if endpoint is Endpoint.RESPONSES:
+        if body.get("previous_response_id") is not None:
+            return Handover.STORED_HISTORY
+        tools = body.get("tools")
+        if isinstance(tools, list) and any(not _is_clients_tool(tool) for tool in tools):
+            return Handover.SERVER_TOOLS
+    return None
+
+
+def _is_one_prompt(prompt: Any) -> bool:
+    if isinstance(prompt, list):
+        if len(prompt) == 1 and isinstance(prompt[0], str | list):
+            return _is_one_prompt(prompt[0])
+        return bool(prompt) and all(type(token) is int for token in prompt)
+    return isinstance(prompt, str)
+
+
+def _is_clients_tool(tool: Any) -> bool:
+    return isinstance(tool, dict) and tool.get("type") in ("function", "custom")
+
+
+def prefill_body(endpoint: Endpoint, body: Mapping[str, Any]) -> dict[str, Any]:
+    """What the prefill leg is asked: render, compute, keep the blocks for decode."""
+    leg = {name: value for name, value in body.items() if name not in _REPLY_ONLY}
+    transfer: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
+    if given := hints(body):
+        transfer["backhaul"] = given
+    leg |= {
+        "stream": False,
+        "temperature": 0,
+        "ignore_eos": True,
+        "kv_transfer_params": transfer,
+    }
+    if endpoint is Endpoint.RESPONSES:
+        # The only way to have token ids back; there is no return_token_ids.
+        return leg | {"max_output_tokens": 1, "store": False, "enable_response_messages": True}
+    if endpoint is Endpoint.CHAT:
+        leg["max_completion_tokens"] = 1
+    # Also for chat: engines differ in which of the two wins.
+    return leg | {"max_tokens": 1, "return_token_ids": True}
+
+
+def read_prefill(endpoint: Endpoint, answer: Any) -> PrefillAnswer | None:
+    """Read the prefill leg's JSON; None where prefill neither holds its blocks for decode nor runs
+    Backhaul."""
+    if not isinstance(answer, dict) or not isinstance(answer.get("kv_transfer_params"), dict):
+        return None
+    params = dict(answer["kv_transfer_params"])
+    record = params.pop("backhaul", None)
+    if not params.get("do_remote_prefill"):
+        params = {}
+    if not params and not isinstance(record, dict):
+        return None
+    usage = answer.get("usage")
+    usage = usage if isinstance(usage, dict) else {}
+    prefix = "input" if endpoint is Endpoint.RESPONSES else "prompt"
+    details = usage.get(f"{prefix}_tokens_details")
+    details = details if isinstance(details, dict) else None
+    cached = details.get("cached_tokens") if details else None
+    length = usage.get(f"{prefix}_tokens")
+    return PrefillAnswer(
+        params=params,
+        record=record if isinstance(record, dict) else None,
+        token_ids=_token_ids(endpoint, answer),
+        prompt_tokens=length if isinstance(length, int) else 0,
+        cached_tokens=cached if isinstance(cached, int) else None,
+        details=details,
+    )
+
+
+def _token_ids(endpoint: Endpoint, answer: Mapping[str, Any]) -> tuple[int, ...] | None:
+    ids: Any = None
+    if endpoint is Endpoint.CHAT:
+        ids = answer.get("prompt_token_ids")
+    elif endpoint is Endpoint.COMPLETIONS:
+        choices = answer.get("choices")
+        if isinstance(choices, list) and choices and isinstance(choices[0], dict):
+            ids = choices[0].get("prompt_token_ids")
+    else:
+        messages = answer.get("input_messages")
+        if isinstance(messages, list) and messages and isinstance(messages[0], dict):
+            ids = messages[0].get("tokens")
+    if not isinstance(ids, list) or not ids or any(type(token) is not int for token in ids):
+        return None
+    return tuple(ids)
+
+
+def decode_body(
+    endpoint: Endpoint, body: Mapping[str, Any], prefill: PrefillAnswer | None
+) -> dict[str, Any]:
+    """What decode is asked: the client's request, and where the prompt's cache and tokens are."""
+    leg = dict(body)
+    given = hints(body)
+    if prefill is None:
+        leg.pop("kv_transfer_params", None)
+        return leg | ({"kv_transfer_params": {"backhaul": given}} if given else {})
+    transfer = dict(prefill.params)
+    if prefill.record and type(prefill.record.get("u_end")) is int:
+        # The client's own offset is for its own render, which is not the one that was used.
+        given = given | {"u_end": prefill.record["u_end"]}
+    if given:
+        transfer["backhaul"] = given
+    if prefill.token_ids is not None:
+        if endpoint is Endpoint.COMPLETIONS:
+            leg["prompt"] = list(prefill.token_ids)
+        else:
+            # Ignored by the worker for messages with media, which it renders itself.
+            transfer["prompt_token_ids"] = list(prefill.token_ids)
+    return leg | {"kv_transfer_params": transfer}

@@ -1,0 +1,59 @@
+"""The proxy's life: listen, say so in one line, stop at SIGTERM or SIGINT."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+
+from backhaul.proxy.app import make_app
+from backhaul.proxy.settings import ProxySettings
+
+
+class _Server(uvicorn.Server):
+    """Says where it can be reached, once it can be."""
+
+    def __init__(self, config: uvicorn.Config, announcement: str) -> None:
+        super().__init__(config)
+        self._announcement = announcement
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """See ``uvicorn.Server``."""
+        await super().startup(sockets=sockets)
+        if self.started:
+            print(self._announcement, flush=True)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """As uvicorn does, but without raising them again at the end: stopping when told to is
+        success."""
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        before = {number: signal.signal(number, self.handle_exit) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def serve(settings: ProxySettings, listener: socket.socket) -> None:
+    """Run until SIGTERM or SIGINT. Requests that run then may end within ``grace_s`` seconds; a
+    second signal ends them at once."""
+    config = uvicorn.Config(
+        make_app(settings),
+        log_config=None,
+        log_level=logging.WARNING,
+        access_log=False,
+        timeout_graceful_shutdown=max(int(settings.grace_s), 1),
+    )
+    host, port = listener.getsockname()[:2]
+    host = f"[{host}]" if ":" in host else host
+    announcement = (
+        f"backhaul proxy ready: http://{host}:{port}, "
+        f"prefill {', '.join(settings.prefill)}, decode {', '.join(settings.decode)}"
+    )
+    _Server(config, announcement).run(sockets=[listener])

@@ -1,0 +1,186 @@
+"""`backhaul up`: what is started, that it serves, and that nothing of it is left."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from backhaul.deploy.engines import Engine, EngineSpec
+from backhaul.deploy.processes import free_port
+from backhaul.deploy.up import ProxyService, UpPlan, make_services
+from backhaul.protocols.errors import ConfigError
+
+STUB = Path(__file__).with_name("up_stub.py")
+WAIT_S = 90.0
+
+
+def plan(tmp_path: Path, **changes: Any) -> UpPlan:
+    return UpPlan(**({"model": tmp_path / "m", "log_dir": tmp_path} | changes))
+
+
+def test_what_a_plan_starts(tmp_path: Path) -> None:
+    services = make_services(
+        plan(tmp_path, prefill=2, decode=1, first_engine_port=21_000, port=8123)
+    )
+    assert [s.name for s in services.all] == [
+        "store",
+        "prefill-0",
+        "prefill-1",
+        "decode-0",
+        "proxy",
+    ]
+    assert services.urls["decode-0"] == "http://127.0.0.1:21002"
+    assert services.urls["proxy"] == "http://127.0.0.1:8123/v1"
+    command = services.proxy.command()
+    assert [command[i + 1] for i, word in enumerate(command) if word == "--prefill"] == [
+        "http://127.0.0.1:21000", "http://127.0.0.1:21001",
+    ]  # fmt: skip
+    assert [command[i + 1] for i, word in enumerate(command) if word == "--decode"] == [
+        "http://127.0.0.1:21002"
+    ]
+    assert services.store is not None
+    config = next(a for a in services.prefill[0].command() if "kv-transfer-config" in a)
+    assert services.store.uri in config
+    assert '"cpu"' in config
+
+
+def test_every_engine_has_a_core_of_its_own_while_there_are_enough(tmp_path: Path) -> None:
+    engines = len(os.sched_getaffinity(0))
+    services = make_services(plan(tmp_path, prefill=engines))
+    cores = [engine.spec.cores for engine in services.prefill]
+    assert len(set(cores)) == engines
+
+
+def test_engines_on_accelerators(tmp_path: Path) -> None:
+    services = make_services(plan(tmp_path, gpus=("0,1", "2,3"), with_backhaul=False))
+    (prefill,), (decode,) = services.prefill, services.decode
+    assert prefill.environment()["CUDA_VISIBLE_DEVICES"] == "0,1"
+    assert decode.environment()["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert "VLLM_CPU_KVCACHE_SPACE" not in decode.environment().keys() - os.environ.keys()
+    command = " ".join(prefill.command())
+    assert '"cuda"' in command
+    assert "BackhaulConnector" not in command
+    assert "--enforce-eager" not in command
+    assert services.store is None
+
+
+def test_engines_on_cores_are_started_as_before(tmp_path: Path) -> None:
+    engine = Engine(EngineSpec("e", tmp_path, cores="1"), tmp_path)
+    assert engine.environment()["VLLM_CPU_OMP_THREADS_BIND"] == "1"
+    assert "--enforce-eager" in engine.command()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"prefill": 0}, "0 prefill engines"),
+        ({"decode": 65}, "65 decode engines"),
+        ({"cores": ("0",)}, "once per engine"),
+        ({"gpus": ("0", "1", "2")}, "3 times for 2 engines"),
+        ({"cores": ("0", "1"), "gpus": ("0", "1")}, "exclude each other"),
+        ({"first_engine_port": 65_535}, "65535 ... 65536 are not all ports"),
+        ({"first_engine_port": 0}, "0 ... 1 are not all ports"),
+    ],
+)
+def test_a_plan_that_makes_no_sense(tmp_path: Path, changes: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        plan(tmp_path, **changes)
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [("127.0.0.1", "http://127.0.0.1:9"), ("0.0.0.0", "http://127.0.0.1:9"), ("::", "http://[::1]:9")],
+)  # fmt: skip
+def test_where_the_proxy_is_reached_from_here(tmp_path: Path, host: str, url: str) -> None:
+    proxy = ProxyService(tmp_path, prefill=["http://p"], decode=["http://d"], host=host, port=9)
+    assert proxy.url == url
+
+
+class Up:
+    """`backhaul up` as a process."""
+
+    def __init__(self, tmp_path: Path, *args: str) -> None:
+        self.port = free_port()
+        self.output = tmp_path / "output"
+        with self.output.open("wb") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, str(STUB), "up", "--listen", f"127.0.0.1:{self.port}",
+                 "--log-dir", str(tmp_path / "logs"), "--capacity", "64MiB", *args],
+                stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+        self.seen: dict[int, psutil.Process] = {}
+
+    def wait_ready(self) -> None:
+        deadline = time.monotonic() + WAIT_S
+        while "Ready after" not in self.text():
+            assert self.process.poll() is None, self.text()
+            assert time.monotonic() < deadline, self.text()
+            time.sleep(0.1)
+        me = psutil.Process(self.process.pid)
+        self.seen = {p.pid: p for p in me.children(recursive=True)}
+
+    def text(self) -> str:
+        return self.output.read_text()
+
+    def wait_end(self) -> int:
+        code = self.process.wait(WAIT_S)
+        left = [p for p in self.seen.values() if p.is_running() and p.status() != "zombie"]
+        assert not left
+        return code
+
+
+@pytest.fixture
+def ups() -> Iterator[list[Up]]:
+    started: list[Up] = []
+    yield started
+    for up in started:
+        if up.process.poll() is None:
+            up.process.terminate()
+            up.process.wait(WAIT_S)
+
+
+def test_it_serves_until_it_is_told_to_stop(tmp_path: Path, ups: list[Up]) -> None:
+    ups.append(up := Up(tmp_path, "--model", str(tmp_path / "m"), "--decode", "2"))
+    up.wait_ready()
+    assert len(up.seen) == 5
+    for name in ("store", "prefill-0", "decode-0", "decode-1", "proxy"):
+        assert re.search(rf"^{name} +\w+://127.0.0.1:\d+.* \S+/logs/{name}\.log$", up.text(), re.M)
+    body = {"messages": [{"role": "user", "content": "u"}], "max_tokens": 2}
+    answer = httpx.post(f"http://127.0.0.1:{up.port}/v1/chat/completions", json=body, timeout=30)
+    assert answer.json()["choices"][0]["message"]["content"] == "w0 w1 "
+    assert answer.headers["x-backhaul-handover"] == "done"
+    os.kill(up.process.pid, signal.SIGINT)
+    assert up.wait_end() == 130
+    assert "everything was stopped" in up.text()
+
+
+@pytest.mark.parametrize("reason", ["sigterm", "an engine dies"])
+def test_it_stops_everything(tmp_path: Path, ups: list[Up], reason: str) -> None:
+    ups.append(up := Up(tmp_path, "--model", str(tmp_path / "m"), "--no-backhaul"))
+    up.wait_ready()
+    if reason == "sigterm":
+        up.process.terminate()
+        assert up.wait_end() == 143
+        return
+    next(p for p in up.seen.values() if "backhaul.proxy.fake_engine" in p.cmdline()).kill()
+    assert up.wait_end() == 1
+    assert re.search(r"(prefill|decode)-0 exited with code -9", up.text())
+
+
+def test_an_engine_that_does_not_start_is_named(tmp_path: Path, ups: list[Up]) -> None:
+    ups.append(up := Up(tmp_path, "--model", str(tmp_path / "broken"), "--no-backhaul"))
+    assert up.wait_end() == 1
+    assert "cannot start" in up.text()
+    assert re.search(r"(prefill|decode)-0 exited with code 1", up.text())
+    assert "Traceback" not in up.text()

@@ -1,0 +1,107 @@
+"""A proxy and fake engines on real sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from backhaul.proxy.app import make_app
+from backhaul.proxy.fake_engine import AppServer, FakeEngine
+from backhaul.proxy.settings import ProxySettings
+
+MESSAGES = [
+    {"role": "system", "content": "You are terse."},
+    {"role": "user", "content": "Say something."},
+]
+CHAT = {"model": "fake", "messages": MESSAGES, "max_tokens": 5}
+
+
+@dataclass
+class Setup:
+    """What a test has: the proxy's client and the engines behind it."""
+
+    http: httpx.Client
+    url: str
+    prefill: list[FakeEngine]
+    decode: list[FakeEngine]
+    server: AppServer
+
+    def chat(self, **changes: Any) -> httpx.Response:
+        """One chat request."""
+        return self.http.post("/v1/chat/completions", json=CHAT | changes)
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of all samples of ``backhaul:proxy_<name>`` with these labels."""
+        text = self.http.get("/metrics").text
+        return sum(
+            sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name == f"backhaul:proxy_{name}" and labels.items() <= sample.labels.items()
+        )
+
+    def handovers(self) -> dict[str, float]:
+        """Result -> count, zeros left out."""
+        text = self.http.get("/metrics").text
+        return {
+            sample.labels["result"]: sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name == "backhaul:proxy_handovers_total" and sample.value
+        }
+
+    def outcomes(self) -> dict[str, float]:
+        """Outcome -> count over all endpoints, zeros left out."""
+        found: dict[str, float] = {}
+        for family in text_string_to_metric_families(self.http.get("/metrics").text):
+            for sample in family.samples:
+                if sample.name == "backhaul:proxy_requests_total" and sample.value:
+                    outcome = sample.labels["outcome"]
+                    found[outcome] = found.get(outcome, 0) + sample.value
+        return found
+
+    def transfers_offered(self) -> list[str]:
+        """Every hand-over that a decode engine was given, in order."""
+        return [
+            seen.transfer["remote_request_id"]
+            for engine in self.decode
+            for seen in engine.seen
+            if "remote_request_id" in seen.transfer
+        ]
+
+
+@contextlib.contextmanager
+def running(prefill: int = 1, decode: int = 1, **options: Any) -> Iterator[Setup]:
+    """Engines, and a proxy in front of them."""
+    with contextlib.ExitStack() as stack:
+        p = [stack.enter_context(FakeEngine(f"p{i}")) for i in range(prefill)]
+        d = [stack.enter_context(FakeEngine(f"d{i}")) for i in range(decode)]
+        settings = ProxySettings(
+            prefill=tuple(engine.url for engine in p),
+            decode=tuple(engine.url for engine in d),
+            **({"health_interval_s": 0.05} | options),
+        )
+        server = stack.enter_context(AppServer(make_app(settings), lifespan=True))
+        http = stack.enter_context(httpx.Client(base_url=server.url, timeout=20.0))
+        yield Setup(http, server.url, p, d, server)
+        for each in (server, *(engine.server for engine in (*p, *d))):
+            each.stop_soon()
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    """Wait for what happens elsewhere."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.01)
+
+
+def events(response: httpx.Response) -> list[str]:
+    """Data of all events of a stream that was read."""
+    return [line[6:] for line in response.text.splitlines() if line.startswith("data: ")]

@@ -1,0 +1,73 @@
+"""Workers' health and load."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from backhaul.protocols.errors import ConfigError
+from backhaul.proxy.pool import FAILURES_UNTIL_UNHEALTHY, Health, Pool
+from backhaul.proxy.settings import Policy, ProxySettings, parse_urls
+
+
+@given(st.lists(st.booleans()))
+def test_health_follows_the_last_checks(checks: list[bool]) -> None:
+    health = Health()
+    for ok in checks:
+        health = health.observed(ok=ok)
+    last = checks[-FAILURES_UNTIL_UNHEALTHY:]
+    down = len(last) == FAILURES_UNTIL_UNHEALTHY and not any(last)
+    assert health.healthy is not down
+
+
+def test_a_refused_connection_counts_in_full_until_a_check_succeeds() -> None:
+    health = Health().refused()
+    assert not health.healthy
+    assert not health.observed(ok=False).healthy
+    assert health.observed(ok=True) == Health()
+
+
+def test_load_is_given_back_however_a_request_ends() -> None:
+    pool = Pool("decode", ["http://a", "http://b"], Policy.LEAST_LOADED)
+    first = pool.choose(b"")
+    assert first is not None
+    with pytest.raises(RuntimeError), first.busy():
+        assert pool.choose(b"") is not first
+        raise RuntimeError
+    assert first.in_flight == 0
+
+
+def test_no_worker_is_chosen_twice_for_one_request() -> None:
+    pool = Pool("decode", ["http://a", "http://b"], Policy.PREFIX_STICKY)
+    tried = []
+    while (worker := pool.choose(b"k", tried)) is not None:
+        tried.append(worker)
+    assert len(tried) == len(set(tried)) == 2
+
+
+def test_addresses() -> None:
+    assert parse_urls(["http://a:1/, https://b/x", "http://[::1]:2"]) == (
+        "http://a:1", "https://b/x", "http://[::1]:2",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ["a:1", "ftp://a", "http://", "http://a:x", "http://a?b", ""])
+def test_an_unreadable_address_is_named(text: str) -> None:
+    with pytest.raises(ConfigError, match="http://HOST:PORT"):
+        parse_urls([text])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"prefill": ()}, "--prefill"),
+        ({"decode": ("http://d", "http://d")}, "twice"),
+        ({"retries": -1}, "retries is -1"),
+        ({"prefill_timeout_s": 0.0}, "prefill timeout is 0"),
+    ],
+)
+def test_settings_that_make_no_sense(change: dict[str, object], words: str) -> None:
+    settings: dict[str, object] = {"prefill": ("http://p",), "decode": ("http://d",)}
+    with pytest.raises(ConfigError, match=words):
+        ProxySettings(**(settings | change))  # type: ignore[arg-type]
