@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 import backhaul
-from backhaul.deploy import demo_command, store_command
-from backhaul.protocols.errors import ConfigError
+from backhaul.deploy import checkpoints_command, demo_command, store_command
+from backhaul.protocols.errors import ConfigError, StoreError
 
 app = typer.Typer(
     name="backhaul",
@@ -19,6 +19,7 @@ app = typer.Typer(
 )
 app.command("store")(store_command.store)
 app.command("demo")(demo_command.demo)
+app.command("checkpoints")(checkpoints_command.checkpoints)
 
 
 def _show_version(wanted: bool) -> None:
@@ -38,12 +39,16 @@ def _options(
 
 
 def main() -> None:
-    """Entry point: what the user got wrong is one line and exit code 2."""
+    """Entry point: what the user got wrong is one line and exit code 2, a store that could not do
+    what was asked one line and exit code 1."""
     try:
         app()
     except ConfigError as error:
         print(f"backhaul: error: {error}", file=sys.stderr)
         sys.exit(2)
+    except StoreError as error:
+        print(f"backhaul: error: {error}", file=sys.stderr)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

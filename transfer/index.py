@@ -38,11 +38,13 @@ from backhaul.protocols.errors import StoreFull, StoreRejected
 from backhaul.transfer.base import (
     CheckpointInfo,
     CommitResult,
+    DomainInfo,
     Grant,
+    GrantStatus,
     StoreStats,
     Written,
 )
-from backhaul.transfer.checkpoints import CheckpointTable, consumable, deepest_first, describe
+from backhaul.transfer.checkpoints import CheckpointTable, consumable, deepest_first
 from backhaul.transfer.deadlines import Deadlines
 from backhaul.transfer.entries import (
     ANNOUNCEMENTS_MAX,
@@ -72,12 +74,21 @@ from backhaul.transfer.index_input import (
     seconds,
 )
 from backhaul.transfer.leases import LeaseTable, Location, locate
+from backhaul.transfer.listing import (
+    ListPage,
+    ListQuery,
+    describe_domains,
+    remember_client,
+    select,
+)
 from backhaul.transfer.objects import ObjectTable
 from backhaul.transfer.publications import PublicationTable
 
 COUNTERS = (
     "lookups",
+    "lookups_matched",
     "hits",
+    "leases_read",
     "reservations",
     "granted_objects",
     "granted_bytes",
@@ -160,8 +171,8 @@ class BlockIndex:
 
     # -- domains ------------------------------------------------------------------------------
 
-    def open_domain(self, record: DomainRecord, now: float) -> DomainId:
-        """Make a domain known. Repeating it is harmless."""
+    def open_domain(self, record: DomainRecord, now: float, client: str = "") -> DomainId:
+        """Make a domain known. Repeating it is harmless. ``client``: who asks, for people."""
         now = self.expire(now)
         domain_id = record.domain_id
         if domain_id not in self.domains:
@@ -175,6 +186,8 @@ class BlockIndex:
                 {group.index: group.kind for group in record.layout.groups},
             )
         self.domains[domain_id].used_at = now
+        if client:
+            remember_client(self.domains[domain_id], client, now)
         return domain_id
 
     # -- publications -------------------------------------------------------------------------
@@ -211,7 +224,10 @@ class BlockIndex:
                     reclaimer = self._reclaimer(list(sizes.values()), now)
                 reclaimer.make_room(nbytes)
             grants[index] = self.publications.grant_new(publication, key, nbytes)
-        return [grant for grant in grants if grant is not None]
+        answered = [grant for grant in grants if grant is not None]
+        if any(grant.status is GrantStatus.FULL for grant in answered):
+            self.checkpoints.recent.note(now, "refused", Reason.STORE_FULL, domain_id)
+        return answered
 
     def commit(
         self,
@@ -361,6 +377,10 @@ class BlockIndex:
                     unusable += 1
                     matches.append(match)
                     self.counters[f"unconsumable_{match.reason}"] += 1
+                    self.checkpoints.recent.note(
+                        now, "not consumable", str(match.reason), domain_id, boundary, match.kinds
+                    )
+        self.counters["lookups_matched"] += bool(matches)
         self._count_hit(usable)
         lease_id = None
         if usable and lease_s:
@@ -374,6 +394,7 @@ class BlockIndex:
         """Where objects of the leased checkpoints lie, in the order of the keys."""
         now = self.expire(now)
         lease = self.leases.get(lease_id)
+        self.counters["leases_read"] += not lease.readable
         locations = locate(lease, keys)
         for checkpoint in lease.checkpoints:
             checkpoint.used_at = now
@@ -433,15 +454,21 @@ class BlockIndex:
         self, domain_id: DomainId | None, limit: int, now: float
     ) -> list[CheckpointInfo]:
         """Visible checkpoints, newest first; of one domain, or of all; ``limit`` 0 means all."""
+        query = ListQuery(domain=domain_id, limit=limit)
+        return list(self.query_checkpoints(query, now).checkpoints)
+
+    def query_checkpoints(self, query: ListQuery, now: float) -> ListPage:
+        """What ``query`` selects. Counts as no use: nothing is leased, counted or touched, but
+        for a domain that is named in full."""
         now = self.expire(now)
-        domain = None if domain_id is None else self._domain(domain_id, now)
-        infos = []
-        for checkpoint in reversed(self.checkpoints.visible):
-            if domain is None or checkpoint.domain is domain:
-                infos.append(describe(checkpoint, now))
-                if len(infos) == limit:
-                    break
-        return infos
+        if query.domain is not None:
+            self._domain(query.domain, now)
+        return select(self.checkpoints, query, now, self.domains)
+
+    def list_domains(self, now: float) -> list[DomainInfo]:
+        """Every known domain, the one used last first. Walks over the visible checkpoints."""
+        now = self.expire(now)
+        return describe_domains(self.domains.values(), self.checkpoints, now)
 
     def check(self) -> None:
         """Recompute all books; ``AssertionError`` where two disagree. Walks over everything."""
