@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import backhaul
-from backhaul.deploy import checkpoints_command, demo_command, store_command
+from backhaul.deploy import checkpoints_command, demo_command, doctor_command, store_command
 from backhaul.protocols.errors import ConfigError, StoreError
 
 app = typer.Typer(
@@ -20,6 +20,7 @@ app = typer.Typer(
 app.command("store")(store_command.store)
 app.command("demo")(demo_command.demo)
 app.command("checkpoints")(checkpoints_command.checkpoints)
+app.command("doctor")(doctor_command.doctor)
 
 
 def _show_version(wanted: bool) -> None:
