@@ -27,11 +27,13 @@ _SEND_TIMEOUT_S = 2.0
 
 @dataclass
 class Answer:
-    """What a lookup came to. ``reason`` is set where the store could not be asked."""
+    """What a lookup came to. ``reason`` is set where the store could not be asked; ``seconds`` is
+    how long it took to answer."""
 
     result: LookupResult
     reason: Reason | None = None
     expires: float = 0.0
+    seconds: float | None = None
 
 
 @dataclass
@@ -104,6 +106,11 @@ class Catalog:
         """Whether a lookup is under way or answered for this request."""
         return request_id in self._pending
 
+    def seconds(self, request_id: str) -> float | None:
+        """How long the store took to answer; None where it did not."""
+        pending = self._pending.get(request_id)
+        return pending.answer.seconds if pending is not None and pending.answer else None
+
     def take(self, request_id: str) -> LeaseId | None:
         """Use the answer: its lease is now the caller's to release."""
         pending = self._pending.pop(request_id)
@@ -166,12 +173,13 @@ class Catalog:
         except Exception:
             logger.exception("backhaul: unexpected error in a lookup")
             return Answer(LookupResult(), Reason.INTERNAL, float("inf"))
+        seconds = self._clock() - asked
         if result.lease is None:
-            return Answer(result, None, float("inf"))
+            return Answer(result, None, float("inf"), seconds)
         with self._lock:
             self._leases.add(result.lease)
         # Half the lease is left for the load that follows.
-        return Answer(result, None, asked + options.lease_s / 2)
+        return Answer(result, None, asked + options.lease_s / 2, seconds)
 
     def _abandon(self, pending: _Pending) -> None:
         """Release the lease of a lookup whose answer nobody waits for any more."""

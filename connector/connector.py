@@ -31,6 +31,7 @@ from backhaul.transfer.registry import open_store
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -63,12 +64,14 @@ class BackhaulConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         if role is KVConnectorRole.SCHEDULER:
+            events = vllm_config.kv_events_config
             self._scheduler = SchedulerHalf(
                 facts,
                 options,
                 store,
                 loads=transfer.is_kv_consumer,
                 publishes=transfer.is_kv_producer,
+                kv_events=bool(events and events.enable_kv_cache_events),
             )
             logger.info(
                 "backhaul: store %s, policy %s, role %s, boundary grid %d tokens, domain %s",
@@ -203,6 +206,6 @@ class BackhaulConnector(KVConnectorBase_V1, SupportsHMA):
         assert self._scheduler is not None, "a scheduler hook was called on a worker"
         return self._scheduler
 
-    def take_events(self) -> Iterable[Any]:
-        """No KV events of its own."""
-        return ()
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """What this engine published, and what it saw to be gone, where KV events are enabled."""
+        return self._half.take_events()

@@ -16,9 +16,10 @@ from backhaul.connector.catalog import Catalog
 from backhaul.connector.endpoints import deepest_usable
 from backhaul.connector.jobs import BlockHolds, Job, JobBook
 from backhaul.connector.messages import BlockRef, LoadJob
+from backhaul.connector.outcome import Answered, Limits
 from backhaul.connector.stats import StatsRecorder
-from backhaul.connector.tracking import Load, TrackedRequest, primary_kind
-from backhaul.protocols.checkpoint import Reason
+from backhaul.connector.tracking import Load, TrackedRequest
+from backhaul.protocols.checkpoint import Reason, primary_kind
 from backhaul.protocols.layout import CacheLayout, GroupKind, block_hash_index, required_blocks
 from backhaul.protocols.options import Options
 
@@ -109,7 +110,11 @@ class Consumer:
             self._catalog.drop(tracked.request_id)
             self.prefetch(tracked)
             return Offer(known=False)
-        usable = {m.boundary: m for m in answer.result.matches if m.consumable}
+        found = answer.result
+        tracked.answered = Answered(
+            found.matches, found.attention_tokens, found.recurrent_tokens, answer.reason
+        )
+        usable = {m.boundary: m for m in found.matches if m.consumable}
         boundary = deepest_usable(
             usable,
             local_tokens=local_tokens + self._options.min_load_tokens - 1,
@@ -117,11 +122,11 @@ class Consumer:
             denied=frozenset(tracked.denied),
         )
         if not boundary:
-            inconsumable = (m.reason for m in answer.result.matches if not m.consumable)
+            inconsumable = (m.reason for m in found.matches if not m.consumable)
             tracked.miss = answer.reason or next(inconsumable, None) or tracked.miss
             return Offer(known=True)
         match = usable[boundary]
-        tracked.offered = Load(boundary, local_tokens, match.kinds, match.age_s)
+        tracked.offered = Load(boundary, local_tokens, match.kinds, match.age_s, match.producer)
         return Offer(known=True, load=tracked.offered)
 
     def accept(self, tracked: TrackedRequest, table: BlockTable, external_tokens: int) -> None:
@@ -129,11 +134,12 @@ class Consumer:
         load, tracked.offered = tracked.offered, None
         if load is None or external_tokens != load.boundary - load.local_tokens:
             if self._catalog.started(tracked.request_id):
-                result = "unused" if load else str(tracked.miss or "miss")
-                self._stats.count("lookups", result)
+                asked = tracked.answered
+                result = "not_taken" if load else (asked and asked.reason) or "miss"
+                self._count_lookup(tracked, result)
                 self._catalog.drop(tracked.request_id)
             return
-        self._stats.count("lookups", "hit")
+        self._count_lookup(tracked, "hit")
         lease = self._catalog.take(tracked.request_id)
         assert lease is not None  # granted with every consumable match
         blocks = tuple(self._blocks_to_fill(tracked, load, table))
@@ -149,6 +155,16 @@ class Consumer:
         """The request ended: forget its lookup. A running load goes on until it is reported."""
         tracked.offered = None
         self._catalog.drop(tracked.request_id)
+
+    def limits(self, tracked: TrackedRequest) -> Limits:
+        """What decided which candidate a request may use."""
+        return Limits(
+            local_tokens=tracked.local_tokens,
+            limit_tokens=tracked.request.num_tokens - 1,
+            min_gain_tokens=self._options.min_load_tokens,
+            denied=frozenset(tracked.denied),
+            loads_over=tracked.loads_over,
+        )
 
     # -- completion ---------------------------------------------------------------------------
 
@@ -180,7 +196,7 @@ class Consumer:
                 tracked.loaded = load
                 kind = primary_kind(load.kinds)
                 self._stats.count("loads", kind)
-                self._stats.count("loaded_tokens", kind, load.boundary - load.local_tokens)
+                self._stats.count("loaded_tokens", kind, n=load.boundary - load.local_tokens)
             return
         if job.settled < job.ranks:
             # The transfer may still write into these pages: keep them from being reused.
@@ -198,6 +214,12 @@ class Consumer:
         tracked.request.num_computed_tokens = 0
 
     # -- helpers ------------------------------------------------------------------------------
+
+    def _count_lookup(self, tracked: TrackedRequest, result: str) -> None:
+        self._stats.count("lookups", result)
+        seconds = self._catalog.seconds(tracked.request_id)
+        if seconds is not None:
+            self._stats.observe("lookup_seconds", seconds)
 
     def _eligible(self, tracked: TrackedRequest) -> bool:
         request = tracked.request

@@ -103,7 +103,7 @@ def prompt_ends(
         carries_prompt: no other connector hands this prompt's cache over.
     """
     policy = options.policy
-    wants_input = policy in (Policy.INPUT_END, Policy.BOTH) and u_end is not None
+    wants_input = wants_input_end(policy) and u_end is not None
     wants_prompt = options.publish_prompt_end
     if wants_prompt is None:
         wants_prompt = carries_prompt or policy is Policy.MAIN_SPARSE
@@ -112,6 +112,11 @@ def prompt_ends(
         prompt_end=max(prompt_tokens - 1, 0) // grid * grid if wants_prompt else 0,
         shared_prefix=junction // grid * grid,
     )
+
+
+def wants_input_end(policy: Policy) -> bool:
+    """Whether a policy publishes U_end."""
+    return policy in (Policy.INPUT_END, Policy.BOTH)
 
 
 def wants_decode_end(policy: Policy) -> bool:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from backhaul.connector.catalog import Catalog
 from backhaul.connector.endpoints import decode_end, wants_decode_end
+from backhaul.connector.events import KvEvents
 from backhaul.connector.jobs import BlockHolds, Job, JobBook
 from backhaul.connector.messages import BlockRef, PublishJob
 from backhaul.connector.stats import StatsRecorder
@@ -25,6 +26,7 @@ from backhaul.protocols.checkpoint import (
     DomainId,
     PublicationId,
     Reason,
+    primary_kind,
 )
 from backhaul.protocols.layout import CacheLayout, GroupKind, block_hash_index, required_blocks
 from backhaul.protocols.options import Options
@@ -71,6 +73,7 @@ class Publisher:
         holds: BlockHolds,
         book: JobBook,
         stats: StatsRecorder,
+        events: KvEvents,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._options = options
@@ -79,11 +82,15 @@ class Publisher:
         self._domain = domain
         self._engine_id = engine_id
         self._object_bytes = object_bytes
+        self._state_bytes = layout.ranks * sum(
+            object_bytes[g.index] for g in layout.groups if g.kind is GroupKind.RECURRENT
+        )
         self._store = store
         self._catalog = catalog
         self._holds = holds
         self._book = book
         self._stats = stats
+        self._events = events
         self._clock = clock
         self._outbox: list[PublishJob] = []
         self._sending: dict[int, _Sending] = {}
@@ -362,14 +369,24 @@ class Publisher:
             return
         now = self._clock()
         if job.reason is None:
-            for kind in sending.kinds:
-                self._stats.count("publications", kind)
+            self._count_published(sending.kinds)
+            if tracked is not None:
+                above = tracked.loaded.boundary if tracked.loaded else 0
+                self._events.stored(tracked.request, sending.upto, above=above)
             self._stats.observe("publish_seconds", now - sending.started)
             if sending.finished_at is not None:
                 self._stats.observe("finish_to_consumable_seconds", now - sending.finished_at)
         else:
             self._stats.count("publication_failures", job.reason)
         self._end_publication(sending.publication)
+
+    def _count_published(self, kinds: tuple[CheckpointKind, ...]) -> None:
+        primary = primary_kind(kinds)
+        self._stats.count("checkpoints_published", primary)
+        self._stats.count("published_state_bytes", primary, n=self._state_bytes)
+        for kind in kinds:
+            self._stats.count("publications", kind)
+            self._stats.count("duplicate_ends", kind, n=kind != primary)
 
     def _end_publication(self, publication: PublicationId) -> None:
         self._ending.add(publication)

@@ -4,20 +4,43 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from vllm.v1.request import RequestStatus
 
 from backhaul.connector.catalog import Catalog
 from backhaul.connector.consumer import Consumer
-from backhaul.connector.endpoints import parse_hints, prompt_ends, publishes_decode_end
+from backhaul.connector.endpoints import (
+    parse_hints,
+    prompt_ends,
+    publishes_decode_end,
+    wants_input_end,
+)
 from backhaul.connector.engine import EngineFacts
+from backhaul.connector.events import KvEvents
 from backhaul.connector.jobs import BlockHolds, JobBook
 from backhaul.connector.messages import StepMetadata, WorkerReport
+from backhaul.connector.outcome import (
+    Answered,
+    Outcome,
+    count_outcome,
+    matched_tokens,
+    tag_candidates,
+)
 from backhaul.connector.publisher import Publisher
-from backhaul.connector.stats import BackhaulStats, StatsRecorder
+from backhaul.connector.request_log import RequestLog
+from backhaul.connector.stats import BackhaulStats, StatsRecorder, series
 from backhaul.connector.tracking import Load, TrackedRequest
+from backhaul.protocols.checkpoint import Reason, primary_kind
 from backhaul.protocols.options import FinishReason, Options
+from backhaul.protocols.record import (
+    Candidate,
+    LoggedRequest,
+    RequestRecord,
+    Selected,
+    to_params,
+)
 from backhaul.transfer.base import Store
 
 logger = logging.getLogger(__name__)
@@ -37,8 +60,16 @@ class SchedulerHalf:
     """One per engine; every method runs on the scheduler's thread and returns at once."""
 
     def __init__(
-        self, facts: EngineFacts, options: Options, store: Store, *, loads: bool, publishes: bool
+        self,
+        facts: EngineFacts,
+        options: Options,
+        store: Store,
+        *,
+        loads: bool,
+        publishes: bool,
+        kv_events: bool = False,
     ) -> None:
+        """``kv_events``: the user enabled vLLM's KV events."""
         self._facts = facts
         self._options = options
         self._store = store
@@ -50,6 +81,9 @@ class SchedulerHalf:
         self._domain_sent = False
         self._idle_since: float | None = None
         self._stats = StatsRecorder()
+        self._info = series("info", facts.domain.domain_id, options.policy)
+        self._events = KvEvents(facts.layout, enabled=kv_events)
+        self._log = RequestLog(options.request_log) if options.request_log else None
         self._book = JobBook(facts.layout.ranks)
         self._holds = BlockHolds(int(facts.num_blocks * options.max_pinned_fraction))
         self._catalog = Catalog(store, facts.domain, options)
@@ -64,6 +98,7 @@ class SchedulerHalf:
             holds=self._holds,
             book=self._book,
             stats=self._stats,
+            events=self._events,
         )
         self._consumer = (
             Consumer(
@@ -88,6 +123,8 @@ class SchedulerHalf:
         """
         self._manager = manager
         self._holds.bind(manager.block_pool)
+        if self._events.enabled:
+            self._events.bind(manager)
         reset = manager.reset_prefix_cache
 
         def reset_prefix_cache() -> Any:
@@ -180,6 +217,7 @@ class SchedulerHalf:
             # num_computed_tokens counts tokens that never arrived.
             self._aborted_loads[tracked.request_id] = tracked
             self._publisher.discard(tracked)
+            self._write_log(tracked, tracked.record())
             return False, None
         reason = _FINISH_REASONS.get(request.status)
         published = self._publisher.on_finished(
@@ -189,7 +227,9 @@ class SchedulerHalf:
             publish=self._publishes_of(tracked)
             and publishes_decode_end(reason, self._options.publish_on),
         )
-        return False, {"backhaul": {**tracked.result(), "publishing_decode_end": published}}
+        record = tracked.record(publishing_decode_end=published)
+        self._write_log(tracked, record)
+        return False, {"backhaul": to_params(record)}
 
     # -- the engine's other questions ---------------------------------------------------------
 
@@ -206,7 +246,15 @@ class SchedulerHalf:
 
     def take_stats(self) -> BackhaulStats | None:
         """What happened since the last call."""
-        return self._stats.report(self.gauges())
+        if self._log is not None:
+            written, dropped = self._log.take_counts()
+            self._stats.count("request_log_records", n=written)
+            self._stats.count("request_log_dropped", n=dropped)
+        return self._stats.report({**self.gauges(), self._info: 1})
+
+    def take_events(self) -> Sequence[Any]:
+        """KV events since the last call."""
+        return self._events.take()
 
     def gauges(self) -> dict[str, int]:
         """State that must return to zero when the engine is idle."""
@@ -228,6 +276,8 @@ class SchedulerHalf:
         """Stop the catalog threads and close the store."""
         self._catalog.close()
         self._store.close()
+        if self._log is not None:
+            self._log.close()
 
     # -- helpers ------------------------------------------------------------------------------
 
@@ -241,6 +291,7 @@ class SchedulerHalf:
         resume = max(local_tokens, boundary)
         junction = request.shared_prefix_boundary
         publishes = self._publishes_of(tracked)
+        tracked.takes_input_end = publishes and wants_input_end(self._options.policy)
         tracked.ends = prompt_ends(
             options=self._options,
             u_end=tracked.hints.u_end if publishes else None,
@@ -261,11 +312,14 @@ class SchedulerHalf:
 
     def _on_scheduled(self, tracked: TrackedRequest, tokens: int, state: Any) -> None:
         request = tracked.request
+        if tracked.outcome is None:
+            self._settle(tracked)
         end = request.num_computed_tokens + tokens
         if tracked.stops and end >= tracked.stops[0]:
             if end == tracked.stops[0]:
-                for kind in tracked.ends.kinds_at(end):
-                    self._stats.count("forced_chunk_ends", kind)
+                tracked.forced.append(end)
+                kind = primary_kind(tracked.ends.kinds_at(end))
+                self._stats.count("forced_chunk_ends", kind)
             tracked.stops = [stop for stop in tracked.stops if stop > end]
             if tracked.stops:
                 request.shared_prefix_boundary = tracked.stops[0]
@@ -280,6 +334,55 @@ class SchedulerHalf:
                 self._pinned[tracked.request_id] = tracked
             else:
                 self._pinned.pop(tracked.request_id, None)
+
+    def _settle(self, tracked: TrackedRequest) -> None:
+        """The prefill begins now: from where, and what became of every candidate."""
+        request, load = tracked.request, tracked.loaded
+        resumed = request.num_computed_tokens
+        loaded = load.boundary - load.local_tokens if load else 0
+        # vLLM's own split; it is gone once the first token was reported.
+        prefill = request.prefill_stats
+        external = prefill.num_external_cached_tokens if prefill is not None else loaded
+        answered = tracked.answered or Answered()
+        selected = load.boundary if load else 0
+        candidates: tuple[Candidate, ...] = ()
+        if self._consumer is not None:
+            limits = self._consumer.limits(tracked)
+            candidates = tag_candidates(answered.matches, selected, limits)
+        tracked.outcome = outcome = Outcome(
+            prompt_tokens=request.num_prompt_tokens,
+            local_tokens=resumed - external,
+            loaded_tokens=loaded,
+            other_tokens=external - loaded,
+            selected=Selected(
+                boundary=load.boundary,
+                kind=primary_kind(load.kinds),
+                kinds=load.kinds,
+                age_s=round(load.age_s, 3),
+                producer=load.producer,
+            )
+            if load
+            else None,
+            candidates=candidates,
+            matched=matched_tokens(answered, has_recurrent=self._facts.layout.has_recurrent),
+        )
+        asked = tracked.answered is not None and answered.reason is None
+        count_outcome(outcome, self._stats, asked=asked)
+        for candidate in candidates:
+            if candidate.reason is Reason.EVICTED:
+                self._events.removed(request, candidate.boundary)
+
+    def _write_log(self, tracked: TrackedRequest, record: RequestRecord) -> None:
+        if self._log is not None:
+            self._log.write(
+                LoggedRequest(
+                    **{name: getattr(record, name) for name in record.__struct_fields__},
+                    time=time.time(),
+                    engine=self._facts.engine_id,
+                    request_id=tracked.request_id,
+                    finish=tracked.request.status.name,
+                )
+            )
 
     def _publishes_of(self, tracked: TrackedRequest) -> bool:
         return self._publishes and tracked.hints.publish

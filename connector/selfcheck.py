@@ -83,7 +83,7 @@ SURFACES: tuple[Surface, ...] = (
         _source_has(
             "self.num_computed_tokens", "self.num_in_flight_tokens", "self.num_preemptions",
             "self.shared_prefix_boundary", "self.kv_transfer_params", "self.block_hashes",
-            "self.skip_reading_prefix_cache",
+            "self.skip_reading_prefix_cache", "self.prefill_stats",
         ),
     ),
     Surface(
@@ -95,6 +95,22 @@ SURFACES: tuple[Surface, ...] = (
     ),
     Surface(
         "vllm.v1.core.block_pool", "BlockPool.__init__", "block table", _source_has("self.blocks")
+    ),
+    Surface(
+        "vllm.v1.core.kv_cache_manager", "KVCacheManager.__init__", "names of groups in KV events",
+        _source_has("self.kv_cache_event_metadata"),
+    ),
+    Surface(
+        "vllm.v1.core.kv_cache_utils", "generate_block_hash_extra_keys", "KV events",
+        _parameters("request", "start_token_idx", "end_token_idx", "start_mm_idx"),
+    ),
+    Surface(
+        "vllm.v1.core.kv_cache_utils", "to_event_extra_keys", "KV events",
+        _parameters("extra_keys"),
+    ),
+    Surface(
+        "vllm.v1.core.kv_cache_utils", "maybe_convert_block_hash", "KV events",
+        _parameters("hash_bytes"),
     ),
     Surface(
         "vllm.v1.core.kv_cache_manager", "KVCacheManager.free", "freeing a failed load",

@@ -1,8 +1,14 @@
-"""What the connector counts, and its way through vLLM's stats to Prometheus."""
+"""What the connector counts, and its way through vLLM's stats to Prometheus.
+
+Only the scheduler half counts: what ranks have to say reaches it in their reports, once per job,
+so that the number of workers never multiplies a count. The names stand in
+``backhaul.protocols.metrics``.
+"""
 
 from __future__ import annotations
 
 from collections import Counter as Tally
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,42 +18,27 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-_SECONDS_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+from backhaul.protocols.metrics import (
+    ENGINE,
+    ENGINE_PREFIX,
+    Metric,
+    MetricType,
+    known_label_values,
+)
 
-COUNTERS: dict[str, tuple[str, str | None]] = {
-    "lookups": ("Lookups by result: hit, miss, or why the store could not be asked.", "result"),
-    "loads": ("Loads that filled a request's cache, by the end that was selected.", "kind"),
-    "loaded_tokens": ("Prompt tokens that loads spared, by the end that was selected.", "kind"),
-    "load_failures": ("Loads that failed and were recomputed, by reason.", "reason"),
-    "load_bytes": ("Bytes loaded from the store, all ranks.", None),
-    "publications": ("Checkpoints published, by kind.", "kind"),
-    "publication_failures": ("Checkpoints that were not published, by reason.", "reason"),
-    "publish_bytes": ("Bytes sent to the store, all ranks.", None),
-    "hints_rejected": ("Per-request hints that were ignored because malformed.", "field"),
-    "forced_chunk_ends": ("Prefill chunks that were ended early for a checkpoint.", "kind"),
-}
-"""Name without prefix and suffix -> (help, label or None). Exposed as backhaul:<name>_total."""
+_SEPARATOR = "|"
 
-GAUGES: dict[str, str] = {
-    "held_blocks": "KV blocks on which the connector holds a reference.",
-    "pins": "Checkpoint positions pinned for running requests.",
-    "open_leases": "Store leases this engine holds.",
-    "open_jobs": "Loads and publications that some rank has not settled.",
-    "tracked_requests": "Requests with connector state.",
-}
 
-HISTOGRAMS: dict[str, str] = {
-    "load_seconds": "Time of one load, from dispatch to the last rank.",
-    "publish_seconds": "Time of one publication job, from dispatch to the last rank.",
-    "finish_to_consumable_seconds": "Time from a request's end to its D_end being consumable.",
-}
+def series(name: str, *labels: str) -> str:
+    """The key of one metric's one combination of label values: ``name|value|...``."""
+    return _SEPARATOR.join((name, *labels))
 
 
 @dataclass
 class BackhaulStats(KVConnectorStats):
-    """Increments since the last report, current gauges, and observations; plain data for msgpack.
+    """Increments since the last report, changed gauges, and observations; plain data for msgpack.
 
-    ``data``: ``{"counters": {"name|label": n}, "gauges": {name: n}, "seconds": {name: [s]}}``.
+    ``data``: ``{"counters": {series: n}, "gauges": {series: n}, "observations": {series: [x]}}``.
     """
 
     data: dict[str, Any] = field(default_factory=dict)
@@ -58,7 +49,7 @@ class BackhaulStats(KVConnectorStats):
 
     def reset(self) -> None:
         """Forget everything."""
-        self.data = {"counters": {}, "gauges": {}, "seconds": {}}
+        self.data = {"counters": {}, "gauges": {}, "observations": {}}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         """Add another report to this one; its gauges are the newer ones."""
@@ -66,17 +57,19 @@ class BackhaulStats(KVConnectorStats):
         counters.update(other.data["counters"])
         self.data["counters"] = dict(counters)
         self.data["gauges"] = {**self.data["gauges"], **other.data["gauges"]}
-        for name, values in other.data["seconds"].items():
-            self.data["seconds"].setdefault(name, []).extend(values)
+        for key, values in other.data["observations"].items():
+            # A new list: the other report stays as it is.
+            self.data["observations"][key] = [*self.data["observations"].get(key, ()), *values]
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """One number per name, for vLLM's log line."""
+        """One number per series, for vLLM's log line."""
         reduced: dict[str, int | float] = {}
         for key, value in self.data["counters"].items():
-            reduced[key.rstrip("|").replace("|", ".")] = value
-        for name, values in self.data["seconds"].items():
+            reduced[key.replace(_SEPARATOR, ".")] = value
+        for key, values in self.data["observations"].items():
             if values:
+                name = key.replace(_SEPARATOR, ".")
                 reduced[f"mean {name}"] = round(sum(values) / len(values), 4)
         return reduced
 
@@ -90,32 +83,37 @@ class StatsRecorder:
 
     def __init__(self) -> None:
         self._counters: Tally[str] = Tally()
-        self._seconds: dict[str, list[float]] = {}
+        self._observations: dict[str, list[float]] = {}
         self._gauges: dict[str, int] = {}
 
-    def count(self, name: str, label: str = "", n: int = 1) -> None:
-        """Add to a counter of ``COUNTERS``."""
-        self._counters[f"{name}|{label}"] += n
+    def count(self, name: str, *labels: str, n: int = 1) -> None:
+        """Add to a counter; its labels in the order of the table."""
+        if n:
+            self._counters[series(name, *labels)] += n
 
-    def observe(self, name: str, seconds: float) -> None:
-        """Add one observation to a histogram of ``HISTOGRAMS``."""
-        self._seconds.setdefault(name, []).append(seconds)
+    def observe(self, name: str, value: float, *labels: str) -> None:
+        """Add one observation to a histogram."""
+        self._observations.setdefault(series(name, *labels), []).append(value)
 
     def report(self, gauges: dict[str, int]) -> BackhaulStats | None:
         """What changed since the last report; None where nothing did."""
         changed = {k: v for k, v in gauges.items() if self._gauges.get(k) != v}
-        if not (self._counters or self._seconds or changed):
+        if not (self._counters or self._observations or changed):
             return None
         self._gauges.update(changed)
         stats = BackhaulStats(
-            data={"counters": dict(self._counters), "gauges": changed, "seconds": self._seconds}
+            data={
+                "counters": dict(self._counters),
+                "gauges": changed,
+                "observations": self._observations,
+            }
         )
-        self._counters, self._seconds = Tally(), {}
+        self._counters, self._observations = Tally(), {}
         return stats
 
 
 class BackhaulPromMetrics(KVConnectorPromMetrics):
-    """Registers the metrics above with vLLM's labels and feeds them from ``BackhaulStats.data``."""
+    """Registers the engine's metrics with vLLM's labels; ``BackhaulStats.data`` feeds them."""
 
     def __init__(
         self,
@@ -125,45 +123,47 @@ class BackhaulPromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        counter, gauge, histogram = (metric_types[t] for t in (Counter, Gauge, Histogram))
-        self._counters = {
-            name: counter(
-                name=f"backhaul:{name}",
-                documentation=text,
-                labelnames=[*labelnames, label] if label else labelnames,
-            )
-            for name, (text, label) in COUNTERS.items()
-        }
-        self._gauges = {
-            name: gauge(name=f"backhaul:{name}", documentation=text, labelnames=labelnames)
-            for name, text in GAUGES.items()
-        }
-        self._histograms = {
-            name: histogram(
-                name=f"backhaul:{name}",
-                documentation=text,
-                labelnames=labelnames,
-                buckets=_SECONDS_BUCKETS,
-            )
-            for name, text in HISTOGRAMS.items()
-        }
+        self._metrics: dict[str, Any] = {}
+        for name, metric in ENGINE.items():
+            self._metrics[name] = _make(name, metric, metric_types, labelnames)
         # Present from the start, so that "never happened" reads as 0 and not as absent.
         for values in per_engine_labelvalues.values():
-            for name, (_, label) in COUNTERS.items():
-                if label is None:
-                    self._counters[name].labels(*values)
-            for metric in (*self._gauges.values(), *self._histograms.values()):
-                metric.labels(*values)
+            for name, metric in ENGINE.items():
+                for known in known_label_values(metric):
+                    self._child(name, values, known)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Enter one report."""
+        """Enter one report. A series that this version does not know is left out."""
         values = self.per_engine_labelvalues[engine_idx]
         for key, n in transfer_stats_data.get("counters", {}).items():
-            name, _, label = key.partition("|")
-            labels = [*values, label] if COUNTERS[name][1] else values
-            self._counters[name].labels(*labels).inc(n)
-        for name, n in transfer_stats_data.get("gauges", {}).items():
-            self._gauges[name].labels(*values).set(n)
-        for name, seconds in transfer_stats_data.get("seconds", {}).items():
-            for s in seconds:
-                self._histograms[name].labels(*values).observe(s)
+            for child in self._children(key, values):
+                child.inc(n)
+        for key, n in transfer_stats_data.get("gauges", {}).items():
+            for child in self._children(key, values):
+                child.set(n)
+        for key, observations in transfer_stats_data.get("observations", {}).items():
+            for child in self._children(key, values):
+                for value in observations:
+                    child.observe(value)
+
+    def _children(self, key: str, values: list[object]) -> Iterator[Any]:
+        name, *labels = key.split(_SEPARATOR)
+        if name in ENGINE and len(labels) == len(ENGINE[name].labels):
+            yield self._child(name, values, tuple(labels))
+
+    def _child(self, name: str, values: list[object], labels: tuple[str, ...]) -> Any:
+        return self._metrics[name].labels(*values, *labels)
+
+
+def _make(name: str, metric: Metric, types: dict[Any, Any], labelnames: list[str]) -> Any:
+    common = {
+        "name": f"{ENGINE_PREFIX}{name}",
+        "documentation": metric.help,
+        "labelnames": [*labelnames, *(label.name for label in metric.labels)],
+    }
+    if metric.type is MetricType.COUNTER:
+        return types[Counter](**common)
+    if metric.type is MetricType.GAUGE:
+        # With several API server processes each would otherwise be shown by its process id.
+        return types[Gauge](**common, multiprocess_mode="mostrecent")
+    return types[Histogram](**common, buckets=metric.buckets)

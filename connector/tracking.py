@@ -7,7 +7,9 @@ from typing import Any
 
 from backhaul.connector.endpoints import PromptEnds, RequestHints
 from backhaul.connector.jobs import Job
+from backhaul.connector.outcome import Answered, Outcome, shown
 from backhaul.protocols.checkpoint import CheckpointKind, LeaseId, PublicationId, Reason
+from backhaul.protocols.record import InputEnd, InputEndOutcome, RequestRecord
 
 
 @dataclass
@@ -41,6 +43,7 @@ class Load:
     local_tokens: int
     kinds: tuple[CheckpointKind, ...]
     age_s: float = 0.0
+    producer: str = ""
     lease: LeaseId = field(default=LeaseId(""))
     block_ids: tuple[int, ...] = ()
     job: Job = field(default_factory=lambda: Job(0, 1, ""))
@@ -49,7 +52,12 @@ class Load:
 
 @dataclass
 class TrackedRequest:
-    """Connector state of one request; ``request`` is vLLM's own object."""
+    """Connector state of one request; ``request`` is vLLM's own object.
+
+    ``answered`` is the store's last answer; ``outcome`` is set once, when the prefill begins;
+    ``forced`` are the chunk ends that were forced so far; ``takes_input_end`` says whether policy,
+    role and hints allow a U_end to be published.
+    """
 
     request: Any
     hints: RequestHints
@@ -70,40 +78,56 @@ class TrackedRequest:
     publication: PublicationId | None = None
     streamed: int = 0
     stream_job: int = 0
+    answered: Answered | None = None
+    outcome: Outcome | None = None
+    forced: list[int] = field(default_factory=list)
+    takes_input_end: bool = False
 
     @property
     def request_id(self) -> str:
         """vLLM's id."""
         return str(self.request.request_id)
 
-    def result(self) -> dict[str, Any]:
-        """What the response's ``kv_transfer_params["backhaul"]`` says."""
-        load = self.loaded
-        answer: dict[str, Any] = {
-            "local_tokens": self.local_tokens,
-            "loaded_tokens": load.boundary - load.local_tokens if load else 0,
-            "selected": None,
-        }
-        if load:
-            answer["selected"] = {
-                "boundary": load.boundary,
-                "kind": primary_kind(load.kinds),
-                "kinds": list(load.kinds),
-                "age_s": round(load.age_s, 3),
-            }
-        elif self.miss is not None:
-            answer["reason"] = str(self.miss)
-        return answer
+    def record(self, *, publishing_decode_end: bool = False) -> RequestRecord:
+        """What is said of the request when it has ended."""
+        outcome = self.outcome
+        if outcome is None:  # it ended before its prefill began
+            return RequestRecord(
+                prompt_tokens=self.request.num_prompt_tokens,
+                reason=self.miss,
+                input_end=self._input_end(0),
+            )
+        return RequestRecord(
+            prompt_tokens=outcome.prompt_tokens,
+            local_tokens=outcome.local_tokens,
+            loaded_tokens=outcome.loaded_tokens,
+            other_tokens=outcome.other_tokens,
+            recomputed_tokens=outcome.recomputed_tokens,
+            selected=outcome.selected,
+            reason=None if outcome.selected else self.miss,
+            matched=outcome.matched,
+            candidates=shown(outcome.candidates),
+            forced_chunk_ends=tuple(self.forced),
+            input_end=self._input_end(outcome.resumed_tokens),
+            publishing_decode_end=publishing_decode_end,
+        )
 
-
-_PRECEDENCE = (
-    CheckpointKind.DECODE_END,
-    CheckpointKind.INPUT_END,
-    CheckpointKind.SHARED_PREFIX,
-    CheckpointKind.PROMPT_END,
-)
-
-
-def primary_kind(kinds: tuple[CheckpointKind, ...]) -> str:
-    """The end to name where several share one checkpoint: the fallback order of spec.md."""
-    return next((str(kind) for kind in _PRECEDENCE if kind in kinds), "unknown")
+    def _input_end(self, resumed: int) -> InputEnd:
+        given, boundary = self.hints.u_end, self.ends.input_end
+        if given is None:
+            rejected = "u_end" in self.hints.rejected
+            return InputEnd(
+                outcome=InputEndOutcome.REJECTED if rejected else InputEndOutcome.ABSENT
+            )
+        if boundary:
+            if boundary in self.sent:
+                outcome = InputEndOutcome.PUBLISHED
+            elif boundary < resumed:
+                outcome = InputEndOutcome.RESUMED_PAST
+            else:
+                outcome = InputEndOutcome.NOT_REACHED
+        elif self.takes_input_end:
+            outcome = InputEndOutcome.BELOW_GRID
+        else:
+            outcome = InputEndOutcome.NOT_WANTED
+        return InputEnd(outcome=outcome, given=given, boundary=boundary)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from typing import NamedTuple, NewType
 
 import msgspec
@@ -24,6 +25,7 @@ class CheckpointKind(enum.StrEnum):
 class Reason(enum.StrEnum):
     """Why a checkpoint could not be used, or a publication or load did not happen."""
 
+    HASH_MISMATCH = "hash_mismatch"
     DOMAIN_MISMATCH = "domain_mismatch"
     STATE_MISSING = "state_missing"
     ATTENTION_MISSING = "attention_missing"
@@ -40,6 +42,36 @@ class Reason(enum.StrEnum):
     PIN_LIMIT = "pin_limit"
     ABORTED = "aborted"
     INTERNAL = "internal"
+
+
+class Tag(enum.StrEnum):
+    """What holds of a candidate checkpoint, for one request; each tag implies the one before."""
+
+    RETAINED = "retained"
+    HASH_MATCHED = "hash_matched"
+    CONSUMABLE = "consumable"
+    SELECTED = "selected"
+
+
+class PassedOver(enum.StrEnum):
+    """Why a consumable checkpoint is not the selected one."""
+
+    SHALLOWER = "shallower"
+    """A deeper one was selected."""
+    LOCAL_HIT = "local_hit"
+    """The engine's own prefix cache reaches as far."""
+    SMALL_GAIN = "small_gain"
+    """It would spare fewer tokens than ``min_load_tokens``."""
+    NO_TOKEN_LEFT = "no_token_left"
+    """It covers the whole prompt: nothing would remain to be computed."""
+    LOADS_OVER = "loads_over"
+    """The request tries no load any more: it opted out, or an earlier one failed."""
+    NOT_TAKEN = "not_taken"
+    """It was offered and vLLM did not take it, e.g. another connector's offer came first."""
+
+
+NOT_RETAINED = frozenset({Reason.EVICTED, Reason.UNCOMMITTED})
+"""Reasons of a candidate that is known and that no store holds (any more, or yet)."""
 
 
 class ObjectKey(NamedTuple):
@@ -72,15 +104,55 @@ class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CheckpointMatch(msgspec.Struct, frozen=True, kw_only=True):
-    """One candidate that a lookup answers: retained and hash-matched by construction.
+    """One candidate that a lookup answers, with its tags.
 
-    ``consumable`` is False with exactly one ``reason``; ``age_s``: seconds since it
-    was committed.
+    Attributes:
+        retained: a store holds it, whole and committed.
+        hash_matched: its chained prefix hash is the request's at ``boundary``. False also for
+            what is not retained, since each tag implies the one before.
+        consumable: the asking worker can load it now. False with exactly one ``reason``.
+        age_s: seconds since it was committed; since it was evicted where it is not retained.
+
+    Raises ``ValueError`` where the tags contradict each other.
     """
 
     boundary: int
     kinds: tuple[CheckpointKind, ...]
     consumable: bool
     reason: Reason | None = None
+    retained: bool = True
+    hash_matched: bool = True
     age_s: float = 0.0
     producer: str = ""
+
+    def __post_init__(self) -> None:
+        check_tags(self.retained, self.hash_matched, self.consumable, False, self.reason)
+
+
+def check_tags(
+    retained: bool, hash_matched: bool, consumable: bool, selected: bool, reason: Reason | None
+) -> None:
+    """Raise ``ValueError`` unless each tag implies the one before and exactly what is not
+    consumable has a reason."""
+    tags = (retained, hash_matched, consumable, selected)
+    if list(tags) != sorted(tags, reverse=True):
+        raise ValueError(f"tags {dict(zip(Tag, tags, strict=True))}: each implies the one before")
+    if consumable == (reason is not None):
+        raise ValueError(f"consumable is {consumable} with reason {reason}")
+
+
+_PRECEDENCE = (
+    CheckpointKind.DECODE_END,
+    CheckpointKind.INPUT_END,
+    CheckpointKind.SHARED_PREFIX,
+    CheckpointKind.PROMPT_END,
+)
+
+UNKNOWN_KIND = "unknown"
+"""Stands for the kind of what was only announced."""
+
+
+def primary_kind(kinds: Iterable[CheckpointKind]) -> str:
+    """The end to name where several share one checkpoint: the fallback order of a lookup."""
+    known = set(kinds)
+    return next((str(kind) for kind in _PRECEDENCE if kind in known), UNKNOWN_KIND)

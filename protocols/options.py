@@ -52,6 +52,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         lease_s: how long a lookup's answer keeps its checkpoints from being evicted.
         verify_loads: compare every loaded object with its checksum.
         transfer_threads: threads per worker for loads, and as many for publications.
+        request_log: file to which every request's record is appended as a JSON line; "" for none.
     """
 
     store: str
@@ -69,6 +70,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     lease_s: _Seconds = 30.0
     verify_loads: bool = True
     transfer_threads: Annotated[int, msgspec.Meta(ge=1, le=64)] = 2
+    request_log: str = ""
 
 
 def parse_options(raw: Mapping[str, Any]) -> Options:

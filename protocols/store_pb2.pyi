@@ -62,30 +62,38 @@ class LookupRequest(_message.Message):
     def __init__(self, domain_id: _Optional[str] = ..., boundary_hashes: _Optional[_Iterable[bytes]] = ..., above_tokens: _Optional[int] = ..., lease_s: _Optional[float] = ..., wait_s: _Optional[float] = ...) -> None: ...
 
 class Match(_message.Message):
-    __slots__ = ("boundary", "kinds", "consumable", "reason", "age_s", "producer")
+    __slots__ = ("boundary", "kinds", "consumable", "reason", "age_s", "producer", "retained", "hash_matched")
     BOUNDARY_FIELD_NUMBER: _ClassVar[int]
     KINDS_FIELD_NUMBER: _ClassVar[int]
     CONSUMABLE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     AGE_S_FIELD_NUMBER: _ClassVar[int]
     PRODUCER_FIELD_NUMBER: _ClassVar[int]
+    RETAINED_FIELD_NUMBER: _ClassVar[int]
+    HASH_MATCHED_FIELD_NUMBER: _ClassVar[int]
     boundary: int
     kinds: _containers.RepeatedScalarFieldContainer[str]
     consumable: bool
     reason: str
     age_s: float
     producer: str
-    def __init__(self, boundary: _Optional[int] = ..., kinds: _Optional[_Iterable[str]] = ..., consumable: _Optional[bool] = ..., reason: _Optional[str] = ..., age_s: _Optional[float] = ..., producer: _Optional[str] = ...) -> None: ...
+    retained: bool
+    hash_matched: bool
+    def __init__(self, boundary: _Optional[int] = ..., kinds: _Optional[_Iterable[str]] = ..., consumable: _Optional[bool] = ..., reason: _Optional[str] = ..., age_s: _Optional[float] = ..., producer: _Optional[str] = ..., retained: _Optional[bool] = ..., hash_matched: _Optional[bool] = ...) -> None: ...
 
 class LookupReply(_message.Message):
-    __slots__ = ("matches", "lease_id", "waited_s")
+    __slots__ = ("matches", "lease_id", "waited_s", "attention_tokens", "recurrent_tokens")
     MATCHES_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     WAITED_S_FIELD_NUMBER: _ClassVar[int]
+    ATTENTION_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RECURRENT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     matches: _containers.RepeatedCompositeFieldContainer[Match]
     lease_id: str
     waited_s: float
-    def __init__(self, matches: _Optional[_Iterable[_Union[Match, _Mapping]]] = ..., lease_id: _Optional[str] = ..., waited_s: _Optional[float] = ...) -> None: ...
+    attention_tokens: int
+    recurrent_tokens: int
+    def __init__(self, matches: _Optional[_Iterable[_Union[Match, _Mapping]]] = ..., lease_id: _Optional[str] = ..., waited_s: _Optional[float] = ..., attention_tokens: _Optional[int] = ..., recurrent_tokens: _Optional[int] = ...) -> None: ...
 
 class Key(_message.Message):
     __slots__ = ("rank", "group", "block_hash")
@@ -276,8 +284,15 @@ class StatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatsReply(_message.Message):
-    __slots__ = ("instance_id", "capacity_bytes", "used_bytes", "objects", "checkpoints", "leases", "publications", "domains", "counters")
+    __slots__ = ("instance_id", "capacity_bytes", "used_bytes", "objects", "checkpoints", "leases", "publications", "domains", "counters", "gauges")
     class CountersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class GaugesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
         VALUE_FIELD_NUMBER: _ClassVar[int]
@@ -293,6 +308,7 @@ class StatsReply(_message.Message):
     PUBLICATIONS_FIELD_NUMBER: _ClassVar[int]
     DOMAINS_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    GAUGES_FIELD_NUMBER: _ClassVar[int]
     instance_id: str
     capacity_bytes: int
     used_bytes: int
@@ -302,7 +318,8 @@ class StatsReply(_message.Message):
     publications: int
     domains: int
     counters: _containers.ScalarMap[str, int]
-    def __init__(self, instance_id: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., objects: _Optional[int] = ..., checkpoints: _Optional[int] = ..., leases: _Optional[int] = ..., publications: _Optional[int] = ..., domains: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    gauges: _containers.ScalarMap[str, int]
+    def __init__(self, instance_id: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., objects: _Optional[int] = ..., checkpoints: _Optional[int] = ..., leases: _Optional[int] = ..., publications: _Optional[int] = ..., domains: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., gauges: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class ListCheckpointsRequest(_message.Message):
     __slots__ = ("domain_id", "limit", "domain_prefix", "kinds", "age_min_s", "age_max_s", "visibilities", "cursor", "prefix_hashes")

@@ -108,11 +108,18 @@ class CommitResult(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class LookupResult:
-    """Candidates deepest first, and the lease (None: nothing consumable) that keeps them."""
+    """Candidates deepest first, and the lease (None: nothing consumable) that keeps them.
+
+    ``attention_tokens``, ``recurrent_tokens``: how far the prefix's attention objects reach without
+    a gap, and the deepest boundary with every recurrent state, whether or not both are there; 0
+    where a backend does not know.
+    """
 
     matches: tuple[CheckpointMatch, ...] = ()
     lease: LeaseId | None = None
     waited_s: float = 0.0
+    attention_tokens: int = 0
+    recurrent_tokens: int = 0
 
 
 class Unsettled(Protocol):
@@ -211,7 +218,8 @@ class DomainInfo(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StoreStats:
-    """Occupancy now, and monotone counters since the store started."""
+    """Occupancy now, and monotone counters since the store started. ``gauges`` are further
+    numbers of now, ``name|label value``; see ``backhaul.protocols.metrics``."""
 
     instance_id: str = ""
     capacity_bytes: int = 0
@@ -222,6 +230,7 @@ class StoreStats:
     publications: int = 0
     domains: int = 0
     counters: dict[str, int] = field(default_factory=dict)
+    gauges: dict[str, int] = field(default_factory=dict)
 
 
 class Store(abc.ABC):

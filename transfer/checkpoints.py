@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from backhaul.protocols.checkpoint import (
+    NOT_RETAINED,
+    CheckpointKind,
     CheckpointManifest,
     CheckpointMatch,
     DomainId,
     Reason,
+    primary_kind,
 )
 from backhaul.protocols.layout import GroupKind
+from backhaul.protocols.metrics import PRIMARY_KIND
 from backhaul.transfer.base import CheckpointInfo, Visibility
 from backhaul.transfer.entries import (
+    DIVERGED_MAX,
     TOMBSTONES_MAX,
     Checkpoint,
     Domain,
@@ -22,6 +28,9 @@ from backhaul.transfer.entries import (
 )
 from backhaul.transfer.objects import ObjectTable
 from backhaul.transfer.recent import RecentEvents
+
+_CHILDREN_MAX = 64
+"""Looked at per lookup: a system prompt's checkpoint is extended by every conversation."""
 
 
 class CheckpointTable:
@@ -36,6 +45,10 @@ class CheckpointTable:
         self._objects = objects
         self._counters = counters
         self._serial = 0
+        self.retained: Counter[str] = Counter(dict.fromkeys(PRIMARY_KIND.values, 0))
+        self.state_bytes: Counter[str] = Counter(dict.fromkeys(PRIMARY_KIND.values, 0))
+        self.on_evicted: Callable[[str, float], None] | None = None
+        """Told the primary kind and the age in seconds of every checkpoint that is evicted."""
 
     def begin(self, domain: Domain, manifest: CheckpointManifest, now: float) -> Checkpoint:
         """A pending checkpoint without parts."""
@@ -78,11 +91,20 @@ class CheckpointTable:
         self.domains_of.setdefault(block_hash, set()).add(domain)
         self.tombstones.pop((domain.id, block_hash), None)
         self._counters["checkpoints_created"] += 1
-        touch_chain(checkpoint, manifest, now)
+        primary = primary_kind(checkpoint.kinds)
+        for kind in checkpoint.kinds:
+            self._count_end(kind, duplicate=kind != primary)
+        self._file(checkpoint, 1)
+        adopt(touch_chain(checkpoint, manifest, now), checkpoint)
 
     def merge(self, checkpoint: Checkpoint, manifest: CheckpointManifest, now: float) -> None:
         """A visible checkpoint was published again, perhaps for another logical end."""
+        before = len(checkpoint.kinds)
+        self._file(checkpoint, -1)
         _add_kinds(checkpoint, manifest)
+        self._file(checkpoint, 1)
+        for kind in checkpoint.kinds[before:]:
+            self._count_end(kind, duplicate=True)
         self._counters["checkpoints_merged"] += 1
         touch_chain(checkpoint, manifest, now)
 
@@ -99,6 +121,8 @@ class CheckpointTable:
         domain, block_hash = checkpoint.domain, checkpoint.block_hash
         del self.visible[checkpoint]
         del domain.checkpoints[block_hash]
+        self._file(checkpoint, -1)
+        orphan(checkpoint)
         homes = self.domains_of[block_hash]
         homes.remove(domain)
         if not homes:
@@ -125,39 +149,101 @@ class CheckpointTable:
         self._counters["evicted_bytes"] += used_before - self._objects.arena.used_bytes
         self._counters["evicted_lifetime_ms"] += int((now - checkpoint.created_at) * 1000)
         self._counters["evicted_unused_checkpoints"] += checkpoint.hits == 0
+        kind = primary_kind(checkpoint.kinds)
+        self._counters[f"evicted_checkpoints_{kind}"] += 1
+        self._counters[f"evicted_state_bytes_{kind}"] += checkpoint.state_bytes
+        if self.on_evicted is not None:
+            self.on_evicted(kind, now - checkpoint.created_at)
 
     def unusable(
         self, domain: Domain, boundary: int, block_hash: bytes, now: float
     ) -> CheckpointMatch | None:
-        """What is known of a checkpoint that is not visible in ``domain``; None: never seen."""
+        """What is known of a checkpoint that is not visible in ``domain``; None: never seen. What
+        another domain holds is retained, whatever became of it here."""
         known = domain.checkpoints.get(block_hash)
-        if known is not None:
-            if known.visible or known.boundary != boundary:
-                return None  # a hash of the caller's that belongs to another position
-            return _unusable(known, Reason.UNCOMMITTED, now - known.created_at)
-        announcement = domain.announcements.get(block_hash)
-        if announcement is not None and announcement.boundary == boundary:
-            return CheckpointMatch(
-                boundary=boundary, kinds=(), consumable=False, reason=Reason.UNCOMMITTED
-            )
-        tombstone = self.tombstones.get((domain.id, block_hash))
-        if tombstone is not None and tombstone.boundary == boundary:
-            return _unusable(tombstone, Reason.EVICTED, now - tombstone.evicted_at)
+        if known is not None and (known.visible or known.boundary != boundary):
+            return None  # a hash of the caller's that belongs to another position
         for home in self.domains_of.get(block_hash, ()):
             foreign = home.checkpoints[block_hash]
             if foreign.boundary == boundary:
                 return _unusable(foreign, Reason.DOMAIN_MISMATCH, now - foreign.created_at)
+        if known is not None:
+            return _unusable(known, Reason.UNCOMMITTED, now - known.created_at)
+        announcement = domain.announcements.get(block_hash)
+        if announcement is not None and announcement.boundary == boundary:
+            return CheckpointMatch(
+                boundary=boundary,
+                kinds=(),
+                consumable=False,
+                reason=Reason.UNCOMMITTED,
+                retained=False,
+                hash_matched=False,
+            )
+        tombstone = self.tombstones.get((domain.id, block_hash))
+        if tombstone is not None and tombstone.boundary == boundary:
+            return _unusable(tombstone, Reason.EVICTED, now - tombstone.evicted_at)
         return None
 
+    def _file(self, checkpoint: Checkpoint, sign: int) -> None:
+        """Count a visible checkpoint in or out."""
+        kind = primary_kind(checkpoint.kinds)
+        self.retained[kind] += sign
+        self.state_bytes[kind] += sign * checkpoint.state_bytes
 
-def touch_chain(checkpoint: Checkpoint, manifest: CheckpointManifest, now: float) -> None:
-    """Count a use of the checkpoint and of those that it extends."""
+    def _count_end(self, kind: CheckpointKind, *, duplicate: bool) -> None:
+        self._counters[f"logical_ends_{kind}"] += 1
+        self._counters[f"duplicate_ends_{kind}"] += duplicate
+
+
+def touch_chain(
+    checkpoint: Checkpoint, manifest: CheckpointManifest, now: float
+) -> Checkpoint | None:
+    """Count a use of the checkpoint and of those that it extends; answers the deepest of these
+    that is visible."""
+    parent = None
     domain = checkpoint.domain
     unit = domain.record.layout.hash_tokens
     for boundary in range(domain.boundary_tokens, manifest.boundary + 1, domain.boundary_tokens):
         met = domain.checkpoints.get(manifest.hashes[boundary // unit - 1])
         if met is not None and met.boundary == boundary:
             met.used_at = now
+            if met.visible and met is not checkpoint:
+                parent = met
+    return parent
+
+
+def adopt(parent: Checkpoint | None, checkpoint: Checkpoint) -> None:
+    """Note that a visible checkpoint extends another one."""
+    checkpoint.parent = parent
+    if parent is not None:
+        parent.children[checkpoint] = None
+
+
+def orphan(checkpoint: Checkpoint) -> None:
+    """A checkpoint goes: those that extend it extend its parent, too."""
+    parent = checkpoint.parent
+    if parent is not None:
+        del parent.children[checkpoint]
+    for child in checkpoint.children:
+        adopt(parent, child)
+    checkpoint.parent = None
+    checkpoint.children.clear()
+
+
+def with_diverged(
+    matches: Sequence[CheckpointMatch], deepest: Checkpoint, above: int, reach: int, now: float
+) -> list[CheckpointMatch]:
+    """Add checkpoints that extend the deepest matching one by other tokens than the request's, up
+    to its ``reach`` in tokens: what a rewritten history leaves behind. The newest first, at most
+    ``DIVERGED_MAX``, and none where the boundary has a candidate already."""
+    by_boundary = {match.boundary: match for match in matches}
+    room = len(by_boundary) + DIVERGED_MAX
+    for child in itertools.islice(reversed(deepest.children), _CHILDREN_MAX):
+        if len(by_boundary) < room and above < child.boundary <= reach:
+            by_boundary.setdefault(
+                child.boundary, _unusable(child, Reason.HASH_MISMATCH, now - child.created_at)
+            )
+    return [by_boundary[boundary] for boundary in sorted(by_boundary, reverse=True)]
 
 
 def consumable(checkpoint: Checkpoint, now: float) -> CheckpointMatch:
@@ -204,6 +290,8 @@ def _unusable(known: Checkpoint | Tombstone, reason: Reason, age_s: float) -> Ch
         kinds=tuple(known.kinds),
         consumable=False,
         reason=reason,
+        retained=reason not in NOT_RETAINED,
+        hash_matched=reason not in NOT_RETAINED and reason is not Reason.HASH_MISMATCH,
         age_s=age_s,
         producer=known.producer,
     )

@@ -33,6 +33,8 @@ TOMBSTONES_MAX = 65_536
 MATCHES_MAX = 16
 """Consumable candidates per lookup, and as many that are not. A caller that finds the deepest
 ones denied gains nothing from a seventeenth."""
+DIVERGED_MAX = 8
+"""Answered checkpoints of the same history that went on differently; they only serve to say so."""
 NAME_BYTES_MAX = 256
 """Publication ids and producers."""
 CLIENTS_MAX = 64
@@ -83,6 +85,8 @@ class Checkpoint:
         hits: lookups that found it consumable.
         leases: valid leases on it; while there are any it is not evicted.
         state_bytes, attention_bytes: of all parts so far.
+        parent: the deepest visible checkpoint that this one was seen to extend.
+        children: visible checkpoints whose parent this is, in the order of their arrival.
     """
 
     domain: Domain
@@ -100,6 +104,8 @@ class Checkpoint:
     leases: int = 0
     state_bytes: int = 0
     attention_bytes: int = 0
+    parent: Checkpoint | None = None
+    children: dict[Checkpoint, None] = field(default_factory=dict)
 
     @property
     def pinned(self) -> bool:

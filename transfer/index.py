@@ -32,9 +32,11 @@ from backhaul.protocols.checkpoint import (
     ObjectKey,
     PublicationId,
     Reason,
+    Tag,
 )
 from backhaul.protocols.domain import DomainRecord
 from backhaul.protocols.errors import StoreFull, StoreRejected
+from backhaul.protocols.metrics import store_counters
 from backhaul.transfer.base import (
     CheckpointInfo,
     CommitResult,
@@ -44,7 +46,12 @@ from backhaul.transfer.base import (
     StoreStats,
     Written,
 )
-from backhaul.transfer.checkpoints import CheckpointTable, consumable, deepest_first
+from backhaul.transfer.checkpoints import (
+    CheckpointTable,
+    consumable,
+    deepest_first,
+    with_diverged,
+)
 from backhaul.transfer.deadlines import Deadlines
 from backhaul.transfer.entries import (
     ANNOUNCEMENTS_MAX,
@@ -64,6 +71,7 @@ from backhaul.transfer.eviction import (
     Reclaimer,
     pinned_entries,
 )
+from backhaul.transfer.extent import Extent, matched_extent
 from backhaul.transfer.index_check import Books, check_books
 from backhaul.transfer.index_input import (
     check_boundary,
@@ -84,35 +92,9 @@ from backhaul.transfer.listing import (
 from backhaul.transfer.objects import ObjectTable
 from backhaul.transfer.publications import PublicationTable
 
-COUNTERS = (
-    "lookups",
-    "lookups_matched",
-    "hits",
-    "leases_read",
-    "reservations",
-    "granted_objects",
-    "granted_bytes",
-    "present_objects",
-    "busy_objects",
-    "full_objects",
-    "commits",
-    "committed_objects",
-    "stale_commits",
-    "checkpoints_created",
-    "checkpoints_merged",
-    "checkpoints_hit",
-    "evictions_capacity",
-    "evicted_bytes",
-    "evicted_unused_checkpoints",
-    "evicted_lifetime_ms",
-    "evicted_loose_objects",
-    "expired_publications",
-    "expired_leases",
-    "expired_announcements",
-)
-"""Every counter there is besides ``unconsumable_<reason>``; all start at 0."""
-
-_UNCONSUMABLE = (Reason.UNCOMMITTED, Reason.EVICTED, Reason.DOMAIN_MISMATCH)
+COUNTERS = (*store_counters(), "evicted_lifetime_ms")
+"""Every counter there is; all start at 0. The lifetimes' sum is for the simulator: the daemon
+exposes a histogram."""
 
 
 class Awaited(NamedTuple):
@@ -123,11 +105,13 @@ class Awaited(NamedTuple):
 
 
 class LookupAnswer(NamedTuple):
-    """Candidates deepest first; the lease on all consumable ones; what is about to come."""
+    """Candidates deepest first; the lease on all consumable ones; what is about to come; how far
+    objects of either kind reach."""
 
     matches: tuple[CheckpointMatch, ...]
     lease: LeaseId | None
     awaited: Awaited | None
+    extent: Extent = Extent()
 
 
 class BlockIndex:
@@ -163,7 +147,6 @@ class BlockIndex:
         self.leases = LeaseTable(instance_id)
         self.announcements: dict[Announcement, None] = {}  # oldest first
         self.counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
-        self.counters.update({f"unconsumable_{reason}": 0 for reason in _UNCONSUMABLE})
         self.checkpoints = CheckpointTable(self.objects, self.counters)
         self.publications = PublicationTable(self.objects, self.checkpoints, self.counters)
         self._deadlines: Deadlines[Publication | Lease | Announcement] = Deadlines()
@@ -353,7 +336,8 @@ class BlockIndex:
         now: float,
     ) -> LookupAnswer:
         """Checkpoints of the prefix above ``above_tokens``: up to ``MATCHES_MAX`` consumable ones,
-        under one lease, and as many of which something is known that makes them unusable."""
+        under one lease, as many of which something is known that makes them unusable, and a few
+        that extend the deepest one by other tokens. At most one per boundary."""
         now = self.expire(now)
         domain = self._domain(domain_id, now)
         lease_s = min(seconds("lease_s", lease_s), self.lease_max_s)
@@ -376,19 +360,25 @@ class BlockIndex:
                 if match is not None:
                     unusable += 1
                     matches.append(match)
-                    self.counters[f"unconsumable_{match.reason}"] += 1
-                    self.checkpoints.recent.note(
-                        now, "not consumable", str(match.reason), domain_id, boundary, match.kinds
-                    )
-        self.counters["lookups_matched"] += bool(matches)
+        if usable:
+            reach = len(boundary_hashes) * domain.boundary_tokens
+            matches = with_diverged(matches, usable[0], above_tokens, reach, now)
         self._count_hit(usable)
+        self._count_candidates(matches)
+        for match in matches:
+            if match.reason is not None:
+                self.checkpoints.recent.note(
+                    now, "not consumable", match.reason, domain_id, match.boundary, match.kinds
+                )
         lease_id = None
         if usable and lease_s:
             lease = self.leases.grant(domain, tuple(usable), now + lease_s)
             self._deadlines.push(lease)
             lease_id = lease.id
         awaited = self.awaited(domain_id, boundary_hashes, above_tokens, now)
-        return LookupAnswer(tuple(matches), lease_id, awaited)
+        deepest = usable[0].boundary if usable else 0
+        extent = matched_extent(domain, boundary_hashes, deepest)
+        return LookupAnswer(tuple(matches), lease_id, awaited, extent)
 
     def locate(self, lease_id: LeaseId, keys: Sequence[ObjectKey], now: float) -> list[Location]:
         """Where objects of the leased checkpoints lie, in the order of the keys."""
@@ -448,6 +438,7 @@ class BlockIndex:
             publications=len(self.publications.open),
             domains=len(self.domains),
             counters=dict(self.counters),
+            gauges=self._gauges(),
         )
 
     def list_checkpoints(
@@ -523,6 +514,23 @@ class BlockIndex:
             self.counters["hits"] += 1
             self.counters["checkpoints_hit"] += usable[0].hits == 0
             usable[0].hits += 1
+
+    def _count_candidates(self, matches: Sequence[CheckpointMatch]) -> None:
+        self.counters["lookups_matched"] += any(match.hash_matched for match in matches)
+        self.counters["candidates_known"] += len(matches)
+        for match in matches:
+            self.counters[f"candidates_{Tag.RETAINED}"] += match.retained
+            self.counters[f"candidates_{Tag.HASH_MATCHED}"] += match.hash_matched
+            self.counters[f"candidates_{Tag.CONSUMABLE}"] += match.consumable
+            if match.reason is not None:
+                self.counters[f"unconsumable_{match.reason}"] += 1
+
+    def _gauges(self) -> dict[str, int]:
+        table = self.checkpoints
+        gauges = {f"retained_checkpoints|{kind}": n for kind, n in table.retained.items()}
+        gauges |= {f"retained_state_bytes|{kind}": n for kind, n in table.state_bytes.items()}
+        gauges |= {f"domain_checkpoints|{d.id}": len(d.checkpoints) for d in self.domains.values()}
+        return gauges
 
     def _drop_announcement(self, announcement: Announcement) -> None:
         announcement.ended = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import NamedTuple
 
-from backhaul.protocols.checkpoint import DomainId, ObjectKey
+from backhaul.protocols.checkpoint import DomainId, ObjectKey, primary_kind
 from backhaul.protocols.layout import GroupKind
 from backhaul.transfer.checkpoints import CheckpointTable
 from backhaul.transfer.entries import (
@@ -95,6 +95,7 @@ def _check_checkpoints(index: Books) -> None:
         assert not checkpoint.visible and checkpoint.publications and not checkpoint.leases
     for checkpoint in (*visible, *pending):
         _check_parts(checkpoint)
+    _check_filing(index)
     leases: Counter[Checkpoint] = Counter()
     for lease in index.leases.valid.values():
         assert not lease.ended
@@ -105,6 +106,23 @@ def _check_checkpoints(index: Books) -> None:
         assert checkpoint.leases == leases[checkpoint], (
             f"{checkpoint.leases} leases on {checkpoint.block_hash!r}, {leases[checkpoint]} exist"
         )
+
+
+def _check_filing(index: Books) -> None:
+    """Sums by kind, and who extends whom."""
+    table = index.checkpoints
+    retained: Counter[str] = Counter()
+    state_bytes: Counter[str] = Counter()
+    for checkpoint in table.visible:
+        retained[primary_kind(checkpoint.kinds)] += 1
+        state_bytes[primary_kind(checkpoint.kinds)] += checkpoint.state_bytes
+        parent = checkpoint.parent
+        assert parent is None or (parent in table.visible and checkpoint in parent.children)
+        for child in checkpoint.children:
+            assert child.parent is checkpoint and child.domain is checkpoint.domain
+            assert child.boundary > checkpoint.boundary
+    assert table.retained == retained, f"{table.retained} retained, {retained} exist"
+    assert table.state_bytes == state_bytes, f"{table.state_bytes} state bytes, {state_bytes}"
 
 
 def _check_parts(checkpoint: Checkpoint) -> None:

@@ -26,6 +26,7 @@ import torch
 from sim_model import STOP_TOKEN, Prefix, cold_output, disturb, draw, expand, extend
 from vllm.config import (
     CacheConfig,
+    KVEventsConfig,
     KVTransferConfig,
     ModelConfig,
     ParallelConfig,
@@ -416,6 +417,8 @@ class Finished:
     reason: str
     params: dict[str, Any]
     expected: list[int]
+    prefill: Any = None
+    """vLLM's own ``PrefillStats``; None where no token was ever sampled."""
 
     @property
     def history(self) -> list[int]:
@@ -438,6 +441,7 @@ class _Live:
     prompt: list[int]
     expected: list[int]
     output: list[int] = field(default_factory=list)
+    prefill: Any = None
 
 
 class SimEngine:
@@ -464,6 +468,7 @@ class SimEngine:
         unit: int | None = None,
         wrap: Callable[[Store], Store] = lambda store: store,
         sibling: bool = False,
+        kv_events: bool = False,
     ) -> None:
         """
         Args:
@@ -476,6 +481,7 @@ class SimEngine:
             ranks: workers, each with its own share of every block.
             unit: ``--prefix-match-unit``, tokens per block hash.
             wrap: put around every store that the connector opens.
+            kv_events: the user enabled vLLM's KV events.
             sibling: another connector hands prompts over, both inside ``MultiConnector``.
         """
         self.name = name
@@ -509,6 +515,10 @@ class SimEngine:
                 **_connectors(role, policy, extra, sibling=sibling),
             ),
         )
+        if kv_events:
+            self.config.kv_events_config = KVEventsConfig(
+                enable_kv_cache_events=True, publisher="null"
+            )
         self.config.cache_config.kv_cache_layout = layout
         self.config.parallel_config.world_size = ranks
         self.cache = _cache_config(self.config, groups, num_blocks)
@@ -672,6 +682,7 @@ class SimEngine:
                 if live is None:
                     continue
                 live.output.extend(one.new_token_ids)
+                live.prefill = one.prefill_stats or live.prefill
                 if one.finish_reason is not None:
                     del self._live[one.request_id]
                     self._end(
@@ -690,7 +701,7 @@ class SimEngine:
     def _end(self, name: str, live: _Live, reason: str, params: dict[str, Any]) -> None:
         expected = live.expected if reason != "abort" else live.expected[: len(live.output)]
         self.finished[name] = one = Finished(
-            name, live.prompt, live.output, reason, params, expected
+            name, live.prompt, live.output, reason, params, expected, live.prefill
         )
         self._unchecked.append(one)
         self.stop_at.pop(name, None)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from harness import ATTENTION, BLOCK, FULL, HYBRID, MIXED, STATE, Finished, Pair, SimEngine, new_uri
 from sim_faults import FAULTS, Faults, FaultyStore, Restartable
+from sim_record import check_counters, check_record
 
 SEEDS = range(16)
 _STEPS = 160
@@ -120,6 +121,8 @@ class History:
             self.collect(engine)
         self.pair.uri = self.where.uri
         self.pair.check_idle()
+        for engine in self.engines:
+            check_counters(engine)
         self.seen["checkpoints read back"] += self.pair.checkpoints()
 
     def turn(self, engine: SimEngine) -> None:
@@ -175,6 +178,9 @@ class History:
             self.seen[f"end by {done.reason}"] += 1
             self.seen["preemptions"] += engine.requests[name].num_preemptions
             self.seen["loaded tokens"] += done.loaded
+            if "backhaul" in done.params:
+                for candidate in check_record(engine, done).candidates:
+                    self.seen[f"candidate {candidate.reason or candidate.passed_over}"] += 1
             if done.reason != "abort":
                 longest = self.shape.longest_prompt - 8
                 fits = len(done.history) <= longest
@@ -206,6 +212,8 @@ def test_the_histories_together_went_everywhere() -> None:
         *("end by stop", "end by length", "end by abort", "preemptions", "restart", "reset"),
         *("loaded tokens", "loads", "load_failures", "publications", "publication_failures"),
         *(name for name in FAULTS if not name.startswith("read_")),
+        *("candidate hash_mismatch", "candidate evicted", "candidate load_failed"),
+        *("candidate shallower", "candidate local_hit", "candidate None"),
     ]
     assert not [name for name in expected if not _SEEN[name]], dict(_SEEN)
 

@@ -287,7 +287,7 @@ def test_the_prompt_is_not_sent_again_when_the_store_has_it(pair: Pair) -> None:
     decode.check_idle()
     attention_block = decode.backhaul._half._facts.object_bytes[0]
     state = sum(decode.backhaul._half._facts.object_bytes[g] for g in (1, 2))
-    assert decode.counters["publish_bytes|"] == attention_block + state
+    assert decode.counters["publish_bytes"] == attention_block + state
 
 
 # -- where the hit comes from -----------------------------------------------------------------

@@ -218,7 +218,13 @@ class InProcessStore(Store):
                 self._lock.wait(min(deadline, awaited.until) - now)
                 now = time.monotonic()
             answer = self._index.lookup(domain, boundary_hashes, above_tokens, lease_s, now)
-        return LookupResult(matches=answer.matches, lease=answer.lease, waited_s=now - started)
+        return LookupResult(
+            matches=answer.matches,
+            lease=answer.lease,
+            waited_s=now - started,
+            attention_tokens=answer.extent.attention,
+            recurrent_tokens=answer.extent.recurrent,
+        )
 
     def renew(self, lease: LeaseId, lease_s: float, *, timeout_s: float) -> None:
         """See ``Store``."""

@@ -71,11 +71,20 @@ def lookup_result(reply: store_pb2.LookupReply) -> LookupResult:
             reason=_reason(match.reason) if not match.consumable else None,
             age_s=match.age_s,
             producer=match.producer,
+            # A daemon that does not know a tag has said the ones that imply it.
+            retained=match.retained or match.hash_matched or match.consumable,
+            hash_matched=match.hash_matched or match.consumable,
         )
         for match in reply.matches
     )
     lease = LeaseId(reply.lease_id) if reply.lease_id else None
-    return LookupResult(matches=matches, lease=lease, waited_s=reply.waited_s)
+    return LookupResult(
+        matches=matches,
+        lease=lease,
+        waited_s=reply.waited_s,
+        attention_tokens=reply.attention_tokens,
+        recurrent_tokens=reply.recurrent_tokens,
+    )
 
 
 def checkpoint_message(info: CheckpointInfo) -> store_pb2.CheckpointInfo:
@@ -160,6 +169,7 @@ def store_stats(reply: store_pb2.StatsReply) -> StoreStats:
         publications=reply.publications,
         domains=reply.domains,
         counters=dict(reply.counters),
+        gauges=dict(reply.gauges),
     )
 
 

@@ -158,11 +158,17 @@ class Catalog(store_pb2_grpc.CatalogServicer):
                 reason=match.reason.value if match.reason else "",
                 age_s=match.age_s,
                 producer=match.producer,
+                retained=match.retained,
+                hash_matched=match.hash_matched,
             )
             for match in answer.matches
         ]
         return store_pb2.LookupReply(
-            matches=matches, lease_id=answer.lease or "", waited_s=waited_s
+            matches=matches,
+            lease_id=answer.lease or "",
+            waited_s=waited_s,
+            attention_tokens=answer.extent.attention,
+            recurrent_tokens=answer.extent.recurrent,
         )
 
     async def _wait(
@@ -302,6 +308,7 @@ class Catalog(store_pb2_grpc.CatalogServicer):
             publications=stats.publications,
             domains=stats.domains,
             counters=stats.counters,
+            gauges=stats.gauges,
         )
 
     @_answering

@@ -1,4 +1,7 @@
-"""What the daemon measures: occupancy and counters of the index, seconds per call."""
+"""What the daemon measures: occupancy and counters of the index, seconds per call.
+
+The names stand in ``backhaul.protocols.metrics``.
+"""
 
 from __future__ import annotations
 
@@ -11,28 +14,16 @@ from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from backhaul.protocols.metrics import (
+    STORE,
+    STORE_PREFIX,
+    MetricType,
+    known_label_values,
+    store_counters,
+)
 from backhaul.transfer.base import StoreStats
 
-PREFIX = "backhaul:store"
-
-_GAUGES = {
-    "capacity_bytes": "Size of the pool.",
-    "used_bytes": "Bytes of the pool that are allocated.",
-    "objects": "Objects, reserved ones included.",
-    "checkpoints": "Visible checkpoints.",
-    "leases": "Valid leases.",
-    "publications": "Open publications.",
-    "domains": "Known cache domains.",
-}
-
-_LABELLED = {
-    "evictions_": ("evictions", "reason", "Checkpoints evicted."),
-    "unconsumable_": ("unconsumable", "reason", "Candidates that lookups could not offer."),
-}
-"""Prefix of a counter -> (metric, label): what follows the prefix is the label's value."""
-
-_RPC_BUCKETS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 0.5, 2.5, 10.0)
-"""A call takes tenths of a millisecond; the long end is for lookups that wait."""
+_COUNTERS = store_counters()
 
 
 class StatsCollector(Collector):
@@ -48,33 +39,42 @@ class StatsCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """See ``Collector``."""
         stats = self._stats()
-        for name, text in _GAUGES.items():
-            yield GaugeMetricFamily(f"{PREFIX}_{name}", text, value=getattr(stats, name))
-        families: dict[str, CounterMetricFamily] = {}
-        for name, value in stats.counters.items():
-            prefix = next((prefix for prefix in _LABELLED if name.startswith(prefix)), None)
-            if prefix is None:
-                yield CounterMetricFamily(f"{PREFIX}_{name}", f"Counter {name}.", value=value)
-                continue
-            metric, label, text = _LABELLED[prefix]
-            family = families.setdefault(
-                metric, CounterMetricFamily(f"{PREFIX}_{metric}", text, labels=[label])
-            )
-            family.add_metric([name.removeprefix(prefix)], value)
+        families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
+        for name, metric in STORE.items():
+            kind = {
+                MetricType.GAUGE: GaugeMetricFamily,
+                MetricType.COUNTER: CounterMetricFamily,
+            }.get(metric.type)
+            if kind is not None:
+                labels = [label.name for label in metric.labels]
+                families[name] = kind(f"{STORE_PREFIX}{name}", metric.help, labels=labels)
+        for name, metric in STORE.items():
+            if metric.type is MetricType.GAUGE and not metric.labels:
+                families[name].add_metric([], getattr(stats, name))
+        for key, value in stats.gauges.items():
+            name, _, label = key.partition("|")
+            families[name].add_metric([label], value)
+        for key, (name, values) in _COUNTERS.items():
+            families[name].add_metric(values, stats.counters.get(key, 0))
         yield from families.values()
+
+
+class EvictionTimer:
+    """Observes the life of evicted checkpoints."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._seconds = _histogram("evicted_age_seconds", registry)
+
+    def __call__(self, kind: str, age_s: float) -> None:
+        """One checkpoint of that primary kind was evicted."""
+        self._seconds.labels(kind).observe(age_s)
 
 
 class RpcTimer(grpc.aio.ServerInterceptor):  # type: ignore[type-arg, unused-ignore]
     """Measures every unary call of our own services."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._seconds = Histogram(
-            f"{PREFIX}_rpc_seconds",
-            "Seconds per call, waiting included.",
-            ["method"],
-            buckets=_RPC_BUCKETS_S,
-            registry=registry,
-        )
+        self._seconds = _histogram("rpc_seconds", registry)
 
     async def intercept_service(
         self,
@@ -98,3 +98,17 @@ class RpcTimer(grpc.aio.ServerInterceptor):  # type: ignore[type-arg, unused-ign
         return grpc.unary_unary_rpc_method_handler(
             timed, handler.request_deserializer, handler.response_serializer
         )
+
+
+def _histogram(name: str, registry: CollectorRegistry) -> Histogram:
+    metric = STORE[name]
+    made = Histogram(
+        f"{STORE_PREFIX}{name}",
+        metric.help,
+        [label.name for label in metric.labels],
+        buckets=metric.buckets,
+        registry=registry,
+    )
+    for values in known_label_values(metric):
+        made.labels(*values)
+    return made

@@ -20,7 +20,7 @@ from backhaul.protocols import store_pb2, store_pb2_grpc
 from backhaul.protocols.errors import ConfigError
 from backhaul.transfer.daemon.catalog import Catalog
 from backhaul.transfer.daemon.http import make_app, make_server
-from backhaul.transfer.daemon.metrics import RpcTimer, StatsCollector
+from backhaul.transfer.daemon.metrics import EvictionTimer, RpcTimer, StatsCollector
 from backhaul.transfer.daemon.pool import Pool
 from backhaul.transfer.daemon.ports import listen_on
 from backhaul.transfer.daemon.settings import Address, DaemonSettings, format_bytes
@@ -61,6 +61,7 @@ async def serve(settings: DaemonSettings) -> None:
         index = _make_index(settings)
         registry = CollectorRegistry()
         registry.register(StatsCollector(index.stats))
+        index.checkpoints.on_evicted = EvictionTimer(registry)
         server = grpc.aio.server(interceptors=[RpcTimer(registry)], options=_OPTIONS)
         # The ports are taken before the pool: a second daemon must fail before it maps memory.
         port = _bind_grpc(server, settings.listen)

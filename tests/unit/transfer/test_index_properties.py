@@ -29,15 +29,18 @@ from index_kit import (
 )
 
 from backhaul.protocols.checkpoint import (
+    NOT_RETAINED,
     CheckpointKind,
+    CheckpointMatch,
     DomainId,
     LeaseId,
     ObjectKey,
     PublicationId,
+    Reason,
 )
 from backhaul.protocols.errors import StoreRejected
 from backhaul.transfer.base import Grant, GrantStatus, Written
-from backhaul.transfer.index import BlockIndex
+from backhaul.transfer.index import BlockIndex, LookupAnswer
 from backhaul.transfer.leases import Location
 
 PUBLICATIONS = st.sampled_from([PublicationId(name) for name in "pqrs"])
@@ -195,7 +198,9 @@ class IndexMachine(RuleBasedStateMachine):
         assert boundaries == sorted(set(boundaries), reverse=True)
         assert all(boundary > above * GRID for boundary in boundaries)
         consumable = [match for match in answer.matches if match.consumable]
-        assert all(match.consumable == (match.reason is None) for match in answer.matches)
+        for match in answer.matches:
+            self.check_tags(self.domains[domain], prefix, match)
+        self.check_extent(self.domains[domain], prefix, answer)
         assert (answer.lease is not None) == bool(consumable and lease_s)
         deepest = consumable[0].boundary if consumable else above * GRID
         assert answer.awaited is None or answer.awaited.boundary > deepest
@@ -210,6 +215,42 @@ class IndexMachine(RuleBasedStateMachine):
                 )
         self.readable[answer.lease] = places
         self.lease_ends[answer.lease] = self.now + min(lease_s, LEASE_MAX_S)
+
+    def check_tags(self, domain: DomainId, prefix: str, match: CheckpointMatch) -> None:
+        """Each tag implies the one before, and each says what the listings say."""
+        assert (match.reason is None) == match.consumable
+        assert match.consumable <= match.hash_matched <= match.retained
+        assert match.boundary <= len(prefix) * GRID
+        homes = {
+            info.domain
+            for info in self.index.list_checkpoints(None, 0, self.now)
+            if info.block_hash == chain(prefix)[match.boundary // GRID - 1]
+        }
+        assert match.consumable == (domain in homes)
+        assert match.hash_matched == bool(homes)
+        if match.reason is Reason.DOMAIN_MISMATCH:
+            assert match.hash_matched and domain not in homes
+        elif match.reason is Reason.HASH_MISMATCH:
+            assert match.retained and not match.hash_matched
+            known = self.index.domains[domain].checkpoints
+            others = [h for h, p in self.prefix_of.items() if len(p) * GRID == match.boundary]
+            assert any(h in known and known[h].visible for h in others)
+        elif match.reason in NOT_RETAINED:
+            assert not match.retained and not homes
+        else:
+            assert match.consumable
+
+    def check_extent(self, domain: DomainId, prefix: str, answer: LookupAnswer) -> None:
+        """Attention and state reach at least as far as both together, and no further than their
+        objects do."""
+        joint = max((m.boundary for m in answer.matches if m.consumable), default=0)
+        assert answer.extent.attention >= joint and answer.extent.recurrent >= joint
+        there = self.index.domains[domain].objects
+        for group, tokens in ((0, answer.extent.attention), (1, answer.extent.recurrent)):
+            assert tokens <= len(prefix) * GRID
+            for rank in range(self.layout.ranks):
+                block_hash = chain(prefix)[tokens // GRID - 1]
+                assert not tokens or there[ObjectKey(rank, group, block_hash)].committed
 
     @precondition(lambda self: self.index.checkpoints.visible)
     @rule(data=st.data(), lease_s=st.sampled_from([1.0, 10.0]), new_turn=st.booleans())

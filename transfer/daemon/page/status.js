@@ -9,6 +9,7 @@ const ADVICE = {
   evicted: "Evicted before they were asked for again: give the store a larger --capacity, or publish fewer ends (policy).",
   uncommitted: "Asked for before every rank had committed: raise publication_wait_s, or look for a slow or dead rank.",
   domain_mismatch: "The same prefix lies in another cache domain: `backhaul doctor` names the field that differs.",
+  hash_mismatch: "The history came back with other tokens: `backhaul explain` shows where it departs.",
 };
 const at = (id) => document.getElementById(id);
 const all = (selector) => document.querySelectorAll(selector);

@@ -1,0 +1,192 @@
+"""What a lookup came to for one request: the tags of its candidates, and what is counted.
+
+Plain decisions on plain data. An outcome is settled once, when the request's prefill begins; a
+later preemption and its new lookup change nothing in it, as in vLLM's own statistics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from backhaul.connector.stats import StatsRecorder
+from backhaul.protocols.checkpoint import (
+    CheckpointKind,
+    CheckpointMatch,
+    PassedOver,
+    Reason,
+    Tag,
+    primary_kind,
+)
+from backhaul.protocols.metrics import NONE
+from backhaul.protocols.record import CANDIDATES_MAX, Candidate, MatchedTokens, Selected
+
+
+class Answered(NamedTuple):
+    """What the store last answered for a request.
+
+    Attributes:
+        attention_tokens, recurrent_tokens: see ``LookupResult``.
+        reason: why the store could not be asked; None where it answered.
+    """
+
+    matches: tuple[CheckpointMatch, ...] = ()
+    attention_tokens: int = 0
+    recurrent_tokens: int = 0
+    reason: Reason | None = None
+
+
+class Limits(NamedTuple):
+    """What decides which consumable candidate a request may use.
+
+    Attributes:
+        local_tokens: the engine's own hit, in whole boundaries.
+        limit_tokens: deepest boundary that leaves a token to be computed.
+        min_gain_tokens: shortest gain worth a load.
+        denied: boundaries whose load failed for this request.
+        loads_over: no load is tried any more.
+    """
+
+    local_tokens: int
+    limit_tokens: int
+    min_gain_tokens: int = 1
+    denied: frozenset[int] = frozenset()
+    loads_over: bool = False
+
+
+class Outcome(NamedTuple):
+    """A settled request; see ``RequestRecord`` for the numbers."""
+
+    prompt_tokens: int
+    local_tokens: int
+    loaded_tokens: int
+    other_tokens: int
+    selected: Selected | None
+    candidates: tuple[Candidate, ...]
+    matched: MatchedTokens
+
+    @property
+    def resumed_tokens(self) -> int:
+        """Where the prefill began."""
+        return self.local_tokens + self.loaded_tokens + self.other_tokens
+
+    @property
+    def recomputed_tokens(self) -> int:
+        """Prompt tokens that were computed."""
+        return max(self.prompt_tokens - self.resumed_tokens, 0)
+
+
+def tag_candidates(
+    matches: Iterable[CheckpointMatch], selected: int, limits: Limits
+) -> tuple[Candidate, ...]:
+    """Every match with its tags; the one at ``selected`` (0: none) was loaded."""
+    candidates = []
+    for match in matches:
+        failed = match.consumable and match.boundary in limits.denied
+        consumable = match.consumable and not failed
+        chosen = consumable and match.boundary == selected
+        candidates.append(
+            Candidate(
+                boundary=match.boundary,
+                kinds=match.kinds,
+                retained=match.retained,
+                hash_matched=match.hash_matched,
+                consumable=consumable,
+                selected=chosen,
+                reason=Reason.LOAD_FAILED if failed else match.reason,
+                passed_over=passed_over(match.boundary, selected, limits)
+                if consumable and not chosen
+                else None,
+                age_s=round(match.age_s, 3),
+            )
+        )
+    return tuple(candidates)
+
+
+def passed_over(boundary: int, selected: int, limits: Limits) -> PassedOver:
+    """Why a consumable checkpoint at ``boundary`` is not the selected one."""
+    gain = boundary - limits.local_tokens
+    if boundary > limits.limit_tokens:
+        return PassedOver.NO_TOKEN_LEFT
+    if gain <= 0:
+        return PassedOver.LOCAL_HIT
+    if boundary < selected:
+        return PassedOver.SHALLOWER
+    if limits.loads_over:
+        return PassedOver.LOADS_OVER
+    return PassedOver.SMALL_GAIN if gain < limits.min_gain_tokens else PassedOver.NOT_TAKEN
+
+
+def matched_tokens(answered: Answered, *, has_recurrent: bool) -> MatchedTokens:
+    """How far the store matched; a backend that does not know the extents gives the joint one."""
+    joint = max((m.boundary for m in answered.matches if m.consumable), default=0)
+    attention = max(answered.attention_tokens, joint)
+    recurrent = max(answered.recurrent_tokens, joint) if has_recurrent else 0
+    same = max((m.boundary for m in answered.matches if m.hash_matched), default=0)
+    return MatchedTokens(
+        attention=attention,
+        recurrent=recurrent,
+        joint=joint,
+        exact_hash=max(same, attention, recurrent),
+    )
+
+
+def shown(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
+    """The ``CANDIDATES_MAX`` deepest; a selected one below them takes the last place."""
+    kept = list(candidates[:CANDIDATES_MAX])
+    for candidate in candidates[CANDIDATES_MAX:]:
+        if candidate.selected:
+            kept[-1] = candidate
+    return tuple(kept)
+
+
+def count_outcome(outcome: Outcome, stats: StatsRecorder, *, asked: bool) -> None:
+    """Count a settled request. ``asked``: the store answered a lookup of it."""
+    selected = outcome.selected
+    stats.count("requests", selected.kind if selected else NONE)
+    stats.count("prompt_tokens", "local", n=outcome.local_tokens)
+    stats.count("prompt_tokens", "loaded", n=outcome.loaded_tokens)
+    stats.count("prompt_tokens", "other", n=outcome.other_tokens)
+    stats.count("prompt_tokens", "recomputed", n=outcome.recomputed_tokens)
+    stats.observe("recomputed_tokens", outcome.recomputed_tokens)
+    for candidate in outcome.candidates:
+        _count_candidate(candidate, stats)
+    if any(
+        CheckpointKind.DECODE_END in c.kinds
+        and not c.consumable
+        and c.boundary > outcome.resumed_tokens
+        for c in outcome.candidates
+    ):
+        stats.count("decode_end_missed", selected.kind if selected else NONE)
+    if asked:
+        for extent in MatchedTokens.__struct_fields__:
+            stats.observe("matched_tokens", getattr(outcome.matched, extent), extent)
+    if selected is not None:
+        _count_selected(outcome, selected, stats)
+
+
+def _count_candidate(candidate: Candidate, stats: StatsRecorder) -> None:
+    kind = primary_kind(candidate.kinds)
+    stats.count("candidates", "known", kind)
+    for tag in Tag:
+        if getattr(candidate, tag):
+            stats.count("candidates", tag, kind)
+    if candidate.reason is not None:
+        stats.count("candidates_unconsumable", candidate.reason, kind)
+    if candidate.passed_over is not None:
+        stats.count("candidates_passed_over", candidate.passed_over, kind)
+
+
+def _count_selected(outcome: Outcome, selected: Selected, stats: StatsRecorder) -> None:
+    kind = selected.kind
+    stats.observe("selected_boundary_tokens", selected.boundary, kind)
+    stats.observe("selected_age_seconds", selected.age_s, kind)
+    others = (
+        c.boundary
+        for c in outcome.candidates
+        if c.consumable and any(str(other) != kind for other in c.kinds)
+    )
+    without = max((b for b in others if b > outcome.local_tokens), default=0)
+    stats.count("incremental_hits", kind, n=not without)
+    spared = selected.boundary - max(without, outcome.local_tokens)
+    stats.count("incremental_tokens", kind, n=spared)

@@ -1,0 +1,142 @@
+"""What is said of one request: in its response, and as one line of the request log."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import msgspec
+
+from backhaul.protocols.checkpoint import CheckpointKind, PassedOver, Reason, check_tags
+
+RECORD_VERSION = 1
+"""Version of the record's meaning. 1: first version."""
+CANDIDATES_MAX = 8
+"""Candidates in a record, the deepest ones (and the selected one): a response stays small."""
+
+
+class Candidate(msgspec.Struct, frozen=True, kw_only=True):
+    """A checkpoint at one of the request's boundaries, with its tags.
+
+    ``reason`` says why it is not consumable, ``passed_over`` why it is consumable and not selected;
+    exactly one of them is set unless it is selected. Raises ``ValueError`` otherwise.
+    """
+
+    boundary: int
+    kinds: tuple[CheckpointKind, ...]
+    retained: bool
+    hash_matched: bool
+    consumable: bool
+    selected: bool
+    reason: Reason | None = None
+    passed_over: PassedOver | None = None
+    age_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_tags(self.retained, self.hash_matched, self.consumable, self.selected, self.reason)
+        if (self.passed_over is not None) != (self.consumable and not self.selected):
+            raise ValueError(f"selected is {self.selected}, passed_over {self.passed_over}")
+
+
+class Selected(msgspec.Struct, frozen=True, kw_only=True):
+    """The checkpoint that the request resumed from. ``kind`` is the end it is named by, ``kinds``
+    all that share it; ``age_s`` seconds from its commit to the lookup."""
+
+    boundary: int
+    kind: str
+    kinds: tuple[CheckpointKind, ...]
+    age_s: float
+    producer: str = ""
+
+
+class MatchedTokens(msgspec.Struct, frozen=True, kw_only=True):
+    """How far the store matched the request, in tokens; 0 also where the model has no such group.
+
+    Attributes:
+        attention: attention objects, without a gap.
+        recurrent: deepest boundary with every recurrent group's state.
+        joint: deepest consumable checkpoint.
+        exact_hash: deepest retained object or checkpoint, in any domain, of the same tokens.
+    """
+
+    attention: int = 0
+    recurrent: int = 0
+    joint: int = 0
+    exact_hash: int = 0
+
+
+class InputEndOutcome(enum.StrEnum):
+    """What became of the U_end that a request carried."""
+
+    ABSENT = "absent"
+    REJECTED = "rejected"
+    NOT_WANTED = "not_wanted"
+    """The policy, the engine's role or the request's ``publish`` hint excludes it."""
+    BELOW_GRID = "below_grid"
+    """No boundary lies at or before it."""
+    RESUMED_PAST = "resumed_past"
+    """The request resumed from a deeper position, so its state was never computed here."""
+    PUBLISHED = "published"
+    """Handed to the workers; whether it arrived is counted, not recorded."""
+    NOT_REACHED = "not_reached"
+    """The request ended first, or its blocks could not be pinned."""
+
+
+class InputEnd(msgspec.Struct, frozen=True, kw_only=True):
+    """The request's U_end: as given, the boundary it materialises on (0: none), and its outcome."""
+
+    outcome: InputEndOutcome
+    given: int | None = None
+    boundary: int = 0
+
+
+class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """``kv_transfer_params["backhaul"]`` of a response.
+
+    No field is named like a hint (``u_end``, ``publish``, ``load``): proxies hand one leg's answer
+    to the next one.
+
+    Attributes:
+        prompt_tokens: sum of the next four.
+        local_tokens: found in the engine's own prefix cache.
+        loaded_tokens: loaded from the store on top of them.
+        other_tokens: brought by another connector.
+        recomputed_tokens: computed.
+        selected: the checkpoint used; None where nothing was loaded.
+        reason: why nothing was loaded, where there is one.
+        candidates: deepest first.
+        forced_chunk_ends: positions at which a prefill chunk was ended for a checkpoint.
+        publishing_decode_end: whether this request's D_end is on its way to the store.
+    """
+
+    version: int = RECORD_VERSION
+    prompt_tokens: int = 0
+    local_tokens: int = 0
+    loaded_tokens: int = 0
+    other_tokens: int = 0
+    recomputed_tokens: int = 0
+    selected: Selected | None = None
+    reason: Reason | None = None
+    matched: MatchedTokens = MatchedTokens()
+    candidates: tuple[Candidate, ...] = ()
+    forced_chunk_ends: tuple[int, ...] = ()
+    input_end: InputEnd = InputEnd(outcome=InputEndOutcome.ABSENT)
+    publishing_decode_end: bool = False
+
+
+class LoggedRequest(RequestRecord, frozen=True, kw_only=True):
+    """One line of the request log: the record, and whose it is.
+
+    ``time``: seconds since 1970, when the request ended; ``finish``: vLLM's status.
+    """
+
+    time: float
+    engine: str
+    request_id: str
+    finish: str
+
+
+def to_params(record: RequestRecord) -> dict[str, Any]:
+    """A record as plain data, the way it arrives at a client."""
+    plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(record))
+    return plain

@@ -1,0 +1,148 @@
+"""The request log never fails a caller, loses nothing that it can keep, and follows logrotate."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from backhaul.connector.request_log import RequestLog
+from backhaul.protocols.record import LoggedRequest
+
+
+def record(n: int) -> LoggedRequest:
+    return LoggedRequest(
+        time=float(n), engine="e", request_id=f"r{n}", finish="FINISHED_STOPPED", prompt_tokens=n
+    )
+
+
+def ids(path: Path) -> list[str]:
+    return [json.loads(line)["request_id"] for line in path.read_text().splitlines()]
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+class Counted:
+    """A log, and the sums of what it says of itself."""
+
+    def __init__(self, path: Path, **more: Any) -> None:
+        self.log = RequestLog(str(path), **more)
+        self.written = self.dropped = 0
+
+    def counts(self) -> tuple[int, int]:
+        written, dropped = self.log.take_counts()
+        assert written >= 0 and dropped >= 0
+        self.written += written
+        self.dropped += dropped
+        return self.written, self.dropped
+
+    def write(self, n: int) -> None:
+        """Write one, and wait until it is on its way."""
+        before = sum(self.counts())
+        self.log.write(record(n))
+        wait_until(lambda: sum(self.counts()) > before)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path / "requests.jsonl"
+    left = [t for t in threading.enumerate() if t.name == "backhaul-request-log"]
+    for thread in left:
+        thread.join(5)
+    assert not any(thread.is_alive() for thread in left), "a log was not closed"
+
+
+def test_every_record_is_one_line_in_order(path: Path) -> None:
+    log = RequestLog(str(path))
+    for n in range(1000):
+        log.write(record(n))
+    log.close()
+    assert ids(path) == [f"r{n}" for n in range(1000)]
+    assert log.take_counts() == (1000, 0)
+    assert log.take_counts() == (0, 0)
+
+
+@pytest.mark.parametrize("how", ["moved", "deleted", "replaced"])
+def test_a_file_that_was_taken_away_is_made_anew(path: Path, how: str) -> None:
+    one = Counted(path)
+    one.write(0)
+    if how == "moved":
+        path.rename(path.with_suffix(".1"))
+    elif how == "deleted":
+        path.unlink()
+    else:
+        other = path.with_suffix(".new")
+        other.write_text("")
+        other.rename(path)
+    one.write(1)
+    one.log.close()
+    assert ids(path) == ["r1"]
+    if how == "moved":
+        assert ids(path.with_suffix(".1")) == ["r0"]
+
+
+def test_a_file_that_cannot_be_written_costs_the_records_only(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    missing = path.parent / "later" / "requests.jsonl"
+    one = Counted(missing)
+    with caplog.at_level(logging.WARNING):
+        one.write(0)
+        one.write(1)
+    assert (one.written, one.dropped) == (0, 2)
+    assert len([r for r in caplog.records if "request log" in r.message]) == 1, "said once"
+    missing.parent.mkdir()
+    one.write(2)
+    one.log.close()
+    assert (one.written, one.dropped) == (1, 2)
+    assert ids(missing) == ["r2"]
+
+
+def test_a_disk_that_hangs_delays_nobody(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on, begun = threading.Event(), threading.Event()
+    append = RequestLog._append
+
+    def hanging(self: RequestLog, records: list[LoggedRequest]) -> None:
+        begun.set()
+        assert go_on.wait(10)
+        append(self, records)
+
+    monkeypatch.setattr(RequestLog, "_append", hanging)
+    one = Counted(path, queue_max=4)
+    one.log.write(record(0))
+    assert begun.wait(10)
+    for n in range(1, 10):
+        one.log.write(record(n))
+    assert one.counts() == (0, 5), "four wait, five are dropped"
+    go_on.set()
+    wait_until(lambda: one.counts()[0] == 5)
+    one.log.close()
+    assert ids(path) == [f"r{n}" for n in range(5)]
+
+
+def test_two_engines_may_share_a_file(path: Path) -> None:
+    logs = [RequestLog(str(path)) for _ in range(2)]
+    for n in range(500):
+        for log in logs:
+            log.write(record(n))
+    for log in logs:
+        log.close()
+    assert sorted(ids(path)) == sorted([f"r{n}" for n in range(500)] * 2)
+
+
+def test_closing_twice_is_harmless(path: Path) -> None:
+    log = RequestLog(str(path))
+    log.close()
+    log.close()
+    assert not path.exists() or not ids(path)

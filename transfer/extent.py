@@ -1,0 +1,55 @@
+"""How far a prefix's objects reach in a domain, attention and recurrent state apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from backhaul.protocols.checkpoint import ObjectKey
+from backhaul.protocols.layout import GroupKind
+from backhaul.transfer.entries import Domain
+
+
+class Extent(NamedTuple):
+    """In tokens; 0 also where the model has no group of that kind.
+
+    Attributes:
+        attention: boundary up to which every full-attention group has its objects.
+        recurrent: deepest boundary at which every recurrent group has its state.
+    """
+
+    attention: int = 0
+    recurrent: int = 0
+
+
+def matched_extent(domain: Domain, boundary_hashes: Sequence[bytes], visible: int) -> Extent:
+    """Extents of the prefix whose entry i ends at boundary (i + 1) * B.
+
+    ``visible`` is the boundary of the deepest visible checkpoint, where both are known to be. Only
+    the object that ends on each boundary is looked at: the others of that block came with it.
+    """
+    grid = domain.boundary_tokens
+    kinds = domain.group_kinds
+    full = [group for group, kind in kinds.items() if kind is GroupKind.FULL]
+    states = [group for group, kind in kinds.items() if kind is GroupKind.RECURRENT]
+    start = visible // grid
+    attention = start
+    while full and attention < len(boundary_hashes):
+        if not _complete(domain, full, boundary_hashes[attention]):
+            break
+        attention += 1
+    recurrent = len(boundary_hashes)
+    while states and recurrent > start:
+        if _complete(domain, states, boundary_hashes[recurrent - 1]):
+            break
+        recurrent -= 1
+    return Extent(attention * grid if full else 0, recurrent * grid if states else 0)
+
+
+def _complete(domain: Domain, groups: Sequence[int], block_hash: bytes) -> bool:
+    for group in groups:
+        for rank in range(domain.record.layout.ranks):
+            entry = domain.objects.get(ObjectKey(rank, group, block_hash))
+            if entry is None or not entry.committed:
+                return False
+    return True
