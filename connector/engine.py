@@ -134,7 +134,7 @@ def cache_domain(vllm_config: Any, kv_cache_config: Any, layout: CacheLayout) ->
         quantization=str(model.quantization or ""),
         layout=layout,
         hash_function=str(cache.prefix_caching_hash_algo),
-        hash_probe=_hash_probe(str(cache.prefix_caching_hash_algo)),
+        hash_probe=hash_probe(str(cache.prefix_caching_hash_algo)),
         kv_dtype="/".join(sorted({str(s.dtype) for s in specs if hasattr(s, "dtype")})),
         state_dtypes=tuple(
             str(dtype) for spec in specs if hasattr(spec, "dtypes") for dtype in spec.dtypes
@@ -182,7 +182,7 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _hash_probe(algorithm: str) -> str:
+def hash_probe(algorithm: str) -> str:
     """Chained hash of a fixed token sequence, as the engine computes it."""
     from vllm.utils.hashing import get_hash_fn_by_name
     from vllm.v1.core.kv_cache_utils import hash_block_tokens, init_none_hash

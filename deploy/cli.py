@@ -8,7 +8,13 @@ from typing import Annotated
 import typer
 
 import backhaul
-from backhaul.deploy import checkpoints_command, demo_command, doctor_command, store_command
+from backhaul.deploy import (
+    checkpoints_command,
+    demo_command,
+    doctor_command,
+    explain_command,
+    store_command,
+)
 from backhaul.protocols.errors import ConfigError, StoreError
 
 app = typer.Typer(
@@ -21,6 +27,7 @@ app.command("store")(store_command.store)
 app.command("demo")(demo_command.demo)
 app.command("checkpoints")(checkpoints_command.checkpoints)
 app.command("doctor")(doctor_command.doctor)
+app.command("explain")(explain_command.explain)
 
 
 def _show_version(wanted: bool) -> None:
