@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from backhaul.deploy.domain_view import differences
 from backhaul.deploy.terminal import format_age
-from backhaul.protocols.domain import DomainRecord, differing_fields
+from backhaul.protocols.domain import DomainRecord
 from backhaul.transfer.base import DomainInfo, StoreStats
 from backhaul.transfer.daemon.settings import format_bytes
 from backhaul.transfer.transport_probe import ProbeResult
@@ -143,7 +144,8 @@ def _check_family(family: Sequence[DomainInfo]) -> list[Finding]:
         else:
             findings.append(Finding("cache domains", Level.OK, says))
     for other in others:
-        fields = ", ".join(differing_fields(newest.record, other.record))
+        rows = differences(newest.record, other.record)
+        fields = ", ".join(row.path for row in rows if row.differs)
         says = (
             f"{newest.id} and {other.id} (last call {format_age(other.idle_s)} ago) hold one model "
             f"but differ in {fields}: nothing is shared between them"
