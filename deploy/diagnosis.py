@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from backhaul.deploy.domain_view import differences
+from backhaul.deploy.domain_rows import differences
 from backhaul.deploy.terminal import format_age
 from backhaul.protocols.domain import DomainRecord
 from backhaul.transfer.base import DomainInfo, StoreStats

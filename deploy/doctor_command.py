@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from backhaul.deploy.diagnosis import Finding
-    from backhaul.deploy.domain_view import Row
+    from backhaul.deploy.domain_rows import Row
     from backhaul.transfer.base import DomainInfo
 
 _STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
@@ -57,7 +57,7 @@ def doctor(
         check_transports,
         worst,
     )
-    from backhaul.deploy.domain_view import differences
+    from backhaul.deploy.domain_rows import differences
     from backhaul.deploy.engine_view import read_engine
     from backhaul.transfer.backends.inspector import StoreInspector, catalog_target
     from backhaul.transfer.transport_probe import probe_transports
@@ -175,7 +175,7 @@ def _print(
     from rich.console import Console
     from rich.text import Text
 
-    from backhaul.deploy.domain_view import domain_table
+    from backhaul.deploy.domain_rows import domain_table
 
     console: Console = Console(highlight=False)
     for one in findings:

@@ -22,7 +22,7 @@ from backhaul.deploy.diagnosis import (
     check_transports,
     worst,
 )
-from backhaul.deploy.domain_view import differences
+from backhaul.deploy.domain_rows import differences
 from backhaul.deploy.engine_view import parse_metrics
 from backhaul.protocols.domain import differing_fields
 from backhaul.transfer.base import DomainClient, DomainInfo, StoreStats
