@@ -184,7 +184,9 @@ def _count_selected(outcome: Outcome, selected: Selected, stats: StatsRecorder) 
     others = (
         c.boundary
         for c in outcome.candidates
-        if c.consumable and any(str(other) != kind for other in c.kinds)
+        if c.consumable
+        and c.boundary <= selected.boundary
+        and any(str(other) != kind for other in c.kinds)
     )
     without = max((b for b in others if b > outcome.local_tokens), default=0)
     stats.count("incremental_hits", kind, n=not without)

@@ -235,7 +235,10 @@ def with_diverged(
 ) -> list[CheckpointMatch]:
     """Add checkpoints that extend the deepest matching one by other tokens than the request's, up
     to its ``reach`` in tokens: what a rewritten history leaves behind. The newest first, at most
-    ``DIVERGED_MAX``, and none where the boundary has a candidate already."""
+    ``DIVERGED_MAX``, and none where the boundary has a candidate already. Nor past a shared
+    prefix: what goes on from there belongs to other conversations."""
+    if CheckpointKind.SHARED_PREFIX in deepest.kinds:
+        return list(matches)
     by_boundary = {match.boundary: match for match in matches}
     room = len(by_boundary) + DIVERGED_MAX
     for child in itertools.islice(reversed(deepest.children), _CHILDREN_MAX):

@@ -42,6 +42,45 @@ def fill(worker: Worker, count: int, seed: str = "fill") -> list[tuple[bytes, ..
     return chains
 
 
+class TestTags:
+    """What a lookup says of each candidate; the tags' order is checked by their type."""
+
+    def test_a_visible_checkpoint_carries_every_tag(self, new_worker: WorkerMaker) -> None:
+        worker = new_worker()
+        chain = hash_chain("a", 3 * BOUNDARY)
+        assert worker.publish(chain, 2 * BOUNDARY).visible
+        answer = worker.store.lookup(worker.domain_id, at_boundaries(chain), timeout_s=TIMEOUT_S)
+        (match,) = answer.matches
+        assert match.retained and match.hash_matched and match.consumable and match.reason is None
+        # 0 says that the backend does not know.
+        assert answer.attention_tokens in (0, 2 * BOUNDARY)
+        assert answer.recurrent_tokens in (0, 2 * BOUNDARY)
+
+    def test_an_announced_checkpoint_is_not_retained(self, new_worker: WorkerMaker) -> None:
+        worker = new_worker()
+        chain = hash_chain("a", BOUNDARY)
+        worker.store.announce(worker.domain_id, BOUNDARY, chain[-1], ttl_s=60, timeout_s=TIMEOUT_S)
+        answer = worker.store.lookup(worker.domain_id, at_boundaries(chain), timeout_s=TIMEOUT_S)
+        assert answer.lease is None
+        for match in answer.matches:  # a backend may also say nothing
+            assert not match.retained and match.reason is Reason.UNCOMMITTED
+
+    def test_a_rewritten_history_matches_up_to_where_it_was_rewritten(
+        self, new_worker: WorkerMaker
+    ) -> None:
+        worker = new_worker()
+        kept = hash_chain("kept", BOUNDARY)
+        first = hash_chain("first", 2 * BOUNDARY, kept)
+        second = hash_chain("second", 2 * BOUNDARY, kept)
+        assert worker.publish(first, BOUNDARY).visible
+        assert worker.publish(first, 2 * BOUNDARY).visible
+        answer = worker.store.lookup(worker.domain_id, at_boundaries(second), timeout_s=TIMEOUT_S)
+        assert [m.boundary for m in answer.matches if m.hash_matched] == [BOUNDARY]
+        for match in answer.matches:  # a backend may also say nothing of what is left behind
+            if not match.hash_matched:
+                assert match.retained and match.reason is Reason.HASH_MISMATCH
+
+
 class TestBytes:
     @pytest.mark.parametrize("verify", [True, False])
     def test_round_trip_is_bit_equal(self, new_worker: WorkerMaker, verify: bool) -> None:

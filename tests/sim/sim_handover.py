@@ -74,7 +74,11 @@ class SimHandover(KVConnectorBase_V1, SupportsHMA):
         self, request: Any, block_ids: Any
     ) -> tuple[bool, dict[str, Any] | None]:
         self._handed.discard(request.request_id)
-        return False, None
+        params = request.kv_transfer_params or {}
+        if not params.get("do_remote_decode"):
+            return False, None
+        # As NIXL's prefill side tells the decode side where the cache is.
+        return False, {"do_remote_prefill": True, "remote_request_id": request.request_id}
 
     # -- worker -------------------------------------------------------------------------------
 

@@ -212,7 +212,7 @@ def test_the_histories_together_went_everywhere() -> None:
         *("end by stop", "end by length", "end by abort", "preemptions", "restart", "reset"),
         *("loaded tokens", "loads", "load_failures", "publications", "publication_failures"),
         *(name for name in FAULTS if not name.startswith("read_")),
-        *("candidate hash_mismatch", "candidate evicted", "candidate load_failed"),
+        *("candidate hash_mismatch", "candidate load_failed", "candidate uncommitted"),
         *("candidate shallower", "candidate local_hit", "candidate None"),
     ]
     assert not [name for name in expected if not _SEEN[name]], dict(_SEEN)

@@ -262,8 +262,11 @@ def test_beside_a_connector_that_hands_prompts_over(pair: Pair, asynchronous: bo
         prefill.drain()
         leg = check_record(prefill, prefill.finished[name])
         assert leg.other_tokens == 0
+        answer = prefill.finished[name].params
+        assert answer["remote_request_id"] == name, "the sibling's keys are there as well"
+        assert answer["remote_prefill_cached_tokens"] == leg.local_tokens + leg.loaded_tokens
         assert bool(leg.selected) == bool(turn)
-        done = decode.run(history, 2 * B, params={"do_remote_prefill": True})
+        done = decode.run(history, 2 * B, params=answer)
         record = check_record(decode, done)
         assert record.other_tokens and record.selected is None
         assert record.other_tokens + record.local_tokens == len(history) - 1
