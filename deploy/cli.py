@@ -8,8 +8,16 @@ from typing import Annotated
 import typer
 
 import backhaul
-from backhaul.deploy import demo_command, proxy_command, store_command, up_command
-from backhaul.protocols.errors import ConfigError
+from backhaul.deploy import (
+    checkpoints_command,
+    demo_command,
+    doctor_command,
+    explain_command,
+    proxy_command,
+    store_command,
+    up_command,
+)
+from backhaul.protocols.errors import ConfigError, StoreError
 
 app = typer.Typer(
     name="backhaul",
@@ -21,6 +29,9 @@ app.command("store")(store_command.store)
 app.command("demo")(demo_command.demo)
 app.command("proxy")(proxy_command.proxy)
 app.command("up")(up_command.up)
+app.command("checkpoints")(checkpoints_command.checkpoints)
+app.command("doctor")(doctor_command.doctor)
+app.command("explain")(explain_command.explain)
 
 
 def _show_version(wanted: bool) -> None:
@@ -40,12 +51,16 @@ def _options(
 
 
 def main() -> None:
-    """Entry point: what the user got wrong is one line and exit code 2."""
+    """Entry point: what the user got wrong is one line and exit code 2, a store that could not do
+    what was asked one line and exit code 1."""
     try:
         app()
     except ConfigError as error:
         print(f"backhaul: error: {error}", file=sys.stderr)
         sys.exit(2)
+    except StoreError as error:
+        print(f"backhaul: error: {error}", file=sys.stderr)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

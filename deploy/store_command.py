@@ -35,7 +35,10 @@ def store(
         str, typer.Option(metavar="SIZE", help="Pool size, e.g. 512MiB, 8GiB or plain bytes.")
     ] = _DEFAULT_CAPACITY,
     http: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="Address of /healthz and /metrics.")
+        str,
+        typer.Option(
+            metavar="HOST:PORT", help="Address of the status page, /healthz and /metrics."
+        ),
     ] = str(_DEFAULTS.http),
     publication_ttl: Annotated[
         float,

@@ -240,7 +240,9 @@ STORE: dict[str, Metric] = {
     "domains": _gauge("Known cache domains."),
     # -- lookups --
     "lookups": _counter("Lookups."),
+    "lookups_matched": _counter("Lookups that met something retained and hash-matched."),
     "hits": _counter("Lookups that found something consumable."),
+    "leases_read": _counter("Leases under which objects were located: the load began."),
     "candidates": _counter(
         "Candidates that lookups answered, by tag.", Label("tag", TAG.values[:-1])
     ),

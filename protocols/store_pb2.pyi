@@ -34,16 +34,18 @@ class HelloReply(_message.Message):
     def __init__(self, instance_id: _Optional[str] = ..., agent_name: _Optional[str] = ..., agent_metadata: _Optional[bytes] = ..., pool_address: _Optional[int] = ..., capacity_bytes: _Optional[int] = ..., publication_ttl_s: _Optional[float] = ..., lease_ttl_max_s: _Optional[float] = ...) -> None: ...
 
 class OpenDomainRequest(_message.Message):
-    __slots__ = ("record", "member", "loads", "publishes")
+    __slots__ = ("record", "member", "loads", "publishes", "client_name")
     RECORD_FIELD_NUMBER: _ClassVar[int]
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     LOADS_FIELD_NUMBER: _ClassVar[int]
     PUBLISHES_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_NAME_FIELD_NUMBER: _ClassVar[int]
     record: bytes
     member: str
     loads: bool
     publishes: bool
-    def __init__(self, record: _Optional[bytes] = ..., member: _Optional[str] = ..., loads: _Optional[bool] = ..., publishes: _Optional[bool] = ...) -> None: ...
+    client_name: str
+    def __init__(self, record: _Optional[bytes] = ..., member: _Optional[str] = ..., loads: _Optional[bool] = ..., publishes: _Optional[bool] = ..., client_name: _Optional[str] = ...) -> None: ...
 
 class OtherDomain(_message.Message):
     __slots__ = ("domain_id", "field", "ours", "theirs", "loaders", "publishers")
@@ -352,15 +354,29 @@ class StatsReply(_message.Message):
     def __init__(self, instance_id: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., objects: _Optional[int] = ..., checkpoints: _Optional[int] = ..., leases: _Optional[int] = ..., publications: _Optional[int] = ..., domains: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., gauges: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class ListCheckpointsRequest(_message.Message):
-    __slots__ = ("domain_id", "limit")
+    __slots__ = ("domain_id", "limit", "domain_prefix", "kinds", "age_min_s", "age_max_s", "visibilities", "cursor", "prefix_hashes")
     DOMAIN_ID_FIELD_NUMBER: _ClassVar[int]
     LIMIT_FIELD_NUMBER: _ClassVar[int]
+    DOMAIN_PREFIX_FIELD_NUMBER: _ClassVar[int]
+    KINDS_FIELD_NUMBER: _ClassVar[int]
+    AGE_MIN_S_FIELD_NUMBER: _ClassVar[int]
+    AGE_MAX_S_FIELD_NUMBER: _ClassVar[int]
+    VISIBILITIES_FIELD_NUMBER: _ClassVar[int]
+    CURSOR_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_HASHES_FIELD_NUMBER: _ClassVar[int]
     domain_id: str
     limit: int
-    def __init__(self, domain_id: _Optional[str] = ..., limit: _Optional[int] = ...) -> None: ...
+    domain_prefix: str
+    kinds: _containers.RepeatedScalarFieldContainer[str]
+    age_min_s: float
+    age_max_s: float
+    visibilities: _containers.RepeatedScalarFieldContainer[str]
+    cursor: str
+    prefix_hashes: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, domain_id: _Optional[str] = ..., limit: _Optional[int] = ..., domain_prefix: _Optional[str] = ..., kinds: _Optional[_Iterable[str]] = ..., age_min_s: _Optional[float] = ..., age_max_s: _Optional[float] = ..., visibilities: _Optional[_Iterable[str]] = ..., cursor: _Optional[str] = ..., prefix_hashes: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class CheckpointInfo(_message.Message):
-    __slots__ = ("domain_id", "boundary", "block_hash", "kinds", "state_bytes", "attention_bytes", "age_s", "idle_s", "leases", "producer")
+    __slots__ = ("domain_id", "boundary", "block_hash", "kinds", "state_bytes", "attention_bytes", "age_s", "idle_s", "leases", "producer", "visibility", "hits", "common_tokens")
     DOMAIN_ID_FIELD_NUMBER: _ClassVar[int]
     BOUNDARY_FIELD_NUMBER: _ClassVar[int]
     BLOCK_HASH_FIELD_NUMBER: _ClassVar[int]
@@ -371,6 +387,9 @@ class CheckpointInfo(_message.Message):
     IDLE_S_FIELD_NUMBER: _ClassVar[int]
     LEASES_FIELD_NUMBER: _ClassVar[int]
     PRODUCER_FIELD_NUMBER: _ClassVar[int]
+    VISIBILITY_FIELD_NUMBER: _ClassVar[int]
+    HITS_FIELD_NUMBER: _ClassVar[int]
+    COMMON_TOKENS_FIELD_NUMBER: _ClassVar[int]
     domain_id: str
     boundary: int
     block_hash: bytes
@@ -381,10 +400,60 @@ class CheckpointInfo(_message.Message):
     idle_s: float
     leases: int
     producer: str
-    def __init__(self, domain_id: _Optional[str] = ..., boundary: _Optional[int] = ..., block_hash: _Optional[bytes] = ..., kinds: _Optional[_Iterable[str]] = ..., state_bytes: _Optional[int] = ..., attention_bytes: _Optional[int] = ..., age_s: _Optional[float] = ..., idle_s: _Optional[float] = ..., leases: _Optional[int] = ..., producer: _Optional[str] = ...) -> None: ...
+    visibility: str
+    hits: int
+    common_tokens: int
+    def __init__(self, domain_id: _Optional[str] = ..., boundary: _Optional[int] = ..., block_hash: _Optional[bytes] = ..., kinds: _Optional[_Iterable[str]] = ..., state_bytes: _Optional[int] = ..., attention_bytes: _Optional[int] = ..., age_s: _Optional[float] = ..., idle_s: _Optional[float] = ..., leases: _Optional[int] = ..., producer: _Optional[str] = ..., visibility: _Optional[str] = ..., hits: _Optional[int] = ..., common_tokens: _Optional[int] = ...) -> None: ...
 
 class ListCheckpointsReply(_message.Message):
-    __slots__ = ("checkpoints",)
+    __slots__ = ("checkpoints", "next_cursor")
     CHECKPOINTS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_CURSOR_FIELD_NUMBER: _ClassVar[int]
     checkpoints: _containers.RepeatedCompositeFieldContainer[CheckpointInfo]
-    def __init__(self, checkpoints: _Optional[_Iterable[_Union[CheckpointInfo, _Mapping]]] = ...) -> None: ...
+    next_cursor: str
+    def __init__(self, checkpoints: _Optional[_Iterable[_Union[CheckpointInfo, _Mapping]]] = ..., next_cursor: _Optional[str] = ...) -> None: ...
+
+class ListDomainsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DomainClient(_message.Message):
+    __slots__ = ("name", "opened_s")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    OPENED_S_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    opened_s: float
+    def __init__(self, name: _Optional[str] = ..., opened_s: _Optional[float] = ...) -> None: ...
+
+class DomainInfo(_message.Message):
+    __slots__ = ("domain_id", "record", "clients", "idle_s", "checkpoints", "kinds", "objects", "object_bytes")
+    class KindsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    DOMAIN_ID_FIELD_NUMBER: _ClassVar[int]
+    RECORD_FIELD_NUMBER: _ClassVar[int]
+    CLIENTS_FIELD_NUMBER: _ClassVar[int]
+    IDLE_S_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINTS_FIELD_NUMBER: _ClassVar[int]
+    KINDS_FIELD_NUMBER: _ClassVar[int]
+    OBJECTS_FIELD_NUMBER: _ClassVar[int]
+    OBJECT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    domain_id: str
+    record: bytes
+    clients: _containers.RepeatedCompositeFieldContainer[DomainClient]
+    idle_s: float
+    checkpoints: int
+    kinds: _containers.ScalarMap[str, int]
+    objects: int
+    object_bytes: int
+    def __init__(self, domain_id: _Optional[str] = ..., record: _Optional[bytes] = ..., clients: _Optional[_Iterable[_Union[DomainClient, _Mapping]]] = ..., idle_s: _Optional[float] = ..., checkpoints: _Optional[int] = ..., kinds: _Optional[_Mapping[str, int]] = ..., objects: _Optional[int] = ..., object_bytes: _Optional[int] = ...) -> None: ...
+
+class ListDomainsReply(_message.Message):
+    __slots__ = ("domains",)
+    DOMAINS_FIELD_NUMBER: _ClassVar[int]
+    domains: _containers.RepeatedCompositeFieldContainer[DomainInfo]
+    def __init__(self, domains: _Optional[_Iterable[_Union[DomainInfo, _Mapping]]] = ...) -> None: ...

@@ -99,6 +99,11 @@ class CatalogStub:
                 request_serializer=backhaul_dot_protocols_dot_store__pb2.ListCheckpointsRequest.SerializeToString,
                 response_deserializer=backhaul_dot_protocols_dot_store__pb2.ListCheckpointsReply.FromString,
                 _registered_method=True)
+        self.ListDomains = channel.unary_unary(
+                '/backhaul.v1.Catalog/ListDomains',
+                request_serializer=backhaul_dot_protocols_dot_store__pb2.ListDomainsRequest.SerializeToString,
+                response_deserializer=backhaul_dot_protocols_dot_store__pb2.ListDomainsReply.FromString,
+                _registered_method=True)
 
 
 class CatalogServicer:
@@ -189,7 +194,14 @@ class CatalogServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListCheckpoints(self, request, context):
-        """The visible checkpoints, newest first.
+        """Checkpoints, newest first; the visible ones unless others are asked for.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListDomains(self, request, context):
+        """Every known cache domain with its record, its clients and what lies in it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -262,6 +274,11 @@ def add_CatalogServicer_to_server(servicer, server):
                     servicer.ListCheckpoints,
                     request_deserializer=backhaul_dot_protocols_dot_store__pb2.ListCheckpointsRequest.FromString,
                     response_serializer=backhaul_dot_protocols_dot_store__pb2.ListCheckpointsReply.SerializeToString,
+            ),
+            'ListDomains': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListDomains,
+                    request_deserializer=backhaul_dot_protocols_dot_store__pb2.ListDomainsRequest.FromString,
+                    response_serializer=backhaul_dot_protocols_dot_store__pb2.ListDomainsReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -615,6 +632,33 @@ class Catalog:
             '/backhaul.v1.Catalog/ListCheckpoints',
             backhaul_dot_protocols_dot_store__pb2.ListCheckpointsRequest.SerializeToString,
             backhaul_dot_protocols_dot_store__pb2.ListCheckpointsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListDomains(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/backhaul.v1.Catalog/ListDomains',
+            backhaul_dot_protocols_dot_store__pb2.ListDomainsRequest.SerializeToString,
+            backhaul_dot_protocols_dot_store__pb2.ListDomainsReply.FromString,
             options,
             channel_credentials,
             insecure,

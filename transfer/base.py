@@ -163,8 +163,21 @@ class WriteItem(NamedTuple):
     segments: Segments
 
 
+class Visibility(enum.StrEnum):
+    """Where a checkpoint is in its life, as listings answer it."""
+
+    VISIBLE = "visible"
+    """Lookups find it."""
+    PENDING = "pending"
+    """Some rank has not committed yet."""
+    EVICTED = "evicted"
+    """Gone; its boundary's hash is remembered for a while. Its age counts from the eviction."""
+
+
 class CheckpointInfo(NamedTuple):
-    """One visible checkpoint, for people. Times in seconds, sizes in bytes."""
+    """One checkpoint, for people. Times in seconds, sizes in bytes.
+
+    ``common_tokens``: of a listing along a prompt, the tokens that both share, in whole blocks."""
 
     domain: DomainId
     boundary: int
@@ -176,6 +189,31 @@ class CheckpointInfo(NamedTuple):
     idle_s: float
     leases: int
     producer: str
+    visibility: Visibility = Visibility.VISIBLE
+    hits: int = 0
+    common_tokens: int = 0
+
+
+class DomainClient(NamedTuple):
+    """Who opened a domain, and how many seconds ago the last time was."""
+
+    name: str
+    opened_s: float
+
+
+class DomainInfo(NamedTuple):
+    """One cache domain of a store, for people.
+
+    ``kinds``: end -> visible checkpoints that stand for it; one can stand for several."""
+
+    id: DomainId
+    record: DomainRecord
+    clients: tuple[DomainClient, ...]
+    idle_s: float
+    checkpoints: int
+    kinds: dict[CheckpointKind, int]
+    objects: int
+    object_bytes: int
 
 
 class Member(NamedTuple):

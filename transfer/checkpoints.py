@@ -22,7 +22,7 @@ from backhaul.protocols.comparison import compare
 from backhaul.protocols.domain import DomainRecord
 from backhaul.protocols.layout import GroupKind
 from backhaul.protocols.metrics import PRIMARY_KIND
-from backhaul.transfer.base import CheckpointInfo
+from backhaul.transfer.base import CheckpointInfo, Visibility
 from backhaul.transfer.entries import (
     DIVERGED_MAX,
     TOMBSTONES_MAX,
@@ -32,6 +32,7 @@ from backhaul.transfer.entries import (
     Tombstone,
 )
 from backhaul.transfer.objects import ObjectTable
+from backhaul.transfer.recent import RecentEvents
 
 _CHILDREN_MAX = 64
 """Looked at per lookup: a system prompt's checkpoint is extended by every conversation."""
@@ -45,6 +46,7 @@ class CheckpointTable:
         self.pending: dict[Checkpoint, None] = {}
         self.domains_of: dict[bytes, set[Domain]] = {}  # where a boundary's hash is visible
         self.tombstones: OrderedDict[tuple[DomainId, bytes], Tombstone] = OrderedDict()
+        self.recent = RecentEvents()
         self._objects = objects
         self._counters = counters
         self._serial = 0
@@ -136,7 +138,15 @@ class CheckpointTable:
             if entry.refs == 0 and entry.holds == 0:
                 self._objects.drop(entry)
         self.tombstones[domain.id, block_hash] = Tombstone(
-            checkpoint.boundary, tuple(checkpoint.kinds), checkpoint.producer, now
+            checkpoint.boundary,
+            tuple(checkpoint.kinds),
+            checkpoint.producer,
+            now,
+            checkpoint.serial,
+            checkpoint.hits,
+        )
+        self.recent.note(
+            now, "evicted", "capacity", domain.id, checkpoint.boundary, checkpoint.kinds
         )
         if len(self.tombstones) > TOMBSTONES_MAX:
             self.tombstones.popitem(last=False)
@@ -263,8 +273,8 @@ def consumable(checkpoint: Checkpoint, now: float) -> CheckpointMatch:
     )
 
 
-def describe(checkpoint: Checkpoint, now: float) -> CheckpointInfo:
-    """A visible checkpoint as people see it."""
+def describe(checkpoint: Checkpoint, now: float, common_tokens: int = 0) -> CheckpointInfo:
+    """A visible or pending checkpoint as people see it."""
     return CheckpointInfo(
         domain=checkpoint.domain.id,
         boundary=checkpoint.boundary,
@@ -276,6 +286,9 @@ def describe(checkpoint: Checkpoint, now: float) -> CheckpointInfo:
         idle_s=now - checkpoint.used_at,
         leases=checkpoint.leases,
         producer=checkpoint.producer,
+        visibility=Visibility.VISIBLE if checkpoint.visible else Visibility.PENDING,
+        hits=checkpoint.hits,
+        common_tokens=common_tokens,
     )
 
 

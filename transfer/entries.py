@@ -37,6 +37,8 @@ DIVERGED_MAX = 8
 """Answered checkpoints of the same history that went on differently; they only serve to say so."""
 NAME_BYTES_MAX = 256
 """Publication ids and producers."""
+CLIENTS_MAX = 64
+"""Names remembered per domain; whoever opened it longest ago gives way."""
 HASH_BYTES_MAX = 64
 """SHA-512, the longest hash in use."""
 
@@ -128,7 +130,12 @@ class Announcement:
 
 @dataclass(slots=True, eq=False)
 class Domain:
-    """One cache domain and everything that lies in it."""
+    """One cache domain and everything that lies in it.
+
+    Attributes:
+        object_bytes: sum over ``objects``, reserved ones included.
+        clients: name -> when it opened the domain last, the latest at the end.
+    """
 
     id: DomainId
     record: DomainRecord
@@ -139,6 +146,8 @@ class Domain:
     checkpoints: dict[bytes, Checkpoint] = field(default_factory=dict)
     announcements: dict[bytes, Announcement] = field(default_factory=dict)
     publications: int = 0
+    object_bytes: int = 0
+    clients: dict[str, float] = field(default_factory=dict)
 
     @property
     def empty(self) -> bool:
@@ -186,3 +195,5 @@ class Tombstone:
     kinds: tuple[CheckpointKind, ...]
     producer: str
     evicted_at: float
+    serial: int = 0
+    hits: int = 0

@@ -31,6 +31,7 @@ from backhaul.protocols.checkpoint import (
     LeaseId,
     ObjectKey,
     PublicationId,
+    Reason,
     Tag,
 )
 from backhaul.protocols.domain import DomainRecord
@@ -39,7 +40,9 @@ from backhaul.protocols.metrics import store_counters
 from backhaul.transfer.base import (
     CheckpointInfo,
     CommitResult,
+    DomainInfo,
     Grant,
+    GrantStatus,
     Member,
     Peers,
     StoreStats,
@@ -49,7 +52,6 @@ from backhaul.transfer.checkpoints import (
     CheckpointTable,
     consumable,
     deepest_first,
-    describe,
     with_diverged,
 )
 from backhaul.transfer.deadlines import Deadlines
@@ -83,6 +85,13 @@ from backhaul.transfer.index_input import (
     seconds,
 )
 from backhaul.transfer.leases import LeaseTable, Location, locate
+from backhaul.transfer.listing import (
+    ListPage,
+    ListQuery,
+    describe_domains,
+    remember_client,
+    select,
+)
 from backhaul.transfer.members import MemberTable
 from backhaul.transfer.objects import ObjectTable
 from backhaul.transfer.publications import PublicationTable
@@ -150,8 +159,8 @@ class BlockIndex:
 
     # -- domains ------------------------------------------------------------------------------
 
-    def open_domain(self, record: DomainRecord, now: float) -> DomainId:
-        """Make a domain known. Repeating it is harmless."""
+    def open_domain(self, record: DomainRecord, now: float, client: str = "") -> DomainId:
+        """Make a domain known. Repeating it is harmless. ``client``: who asks, for people."""
         now = self.expire(now)
         domain_id = record.domain_id
         if domain_id not in self.domains:
@@ -165,11 +174,13 @@ class BlockIndex:
                 {group.index: group.kind for group in record.layout.groups},
             )
         self.domains[domain_id].used_at = now
+        if client:
+            remember_client(self.domains[domain_id], client, now)
         return domain_id
 
-    def join(self, record: DomainRecord, member: Member, now: float) -> Peers:
+    def join(self, record: DomainRecord, member: Member, now: float, client: str = "") -> Peers:
         """Make a domain known, note who uses it, and answer who else does."""
-        domain_id = self.open_domain(record, now)
+        domain_id = self.open_domain(record, now, client)
         check_name("member", member.name)
         now = self._now
         self.members.join(domain_id, member, now)
@@ -210,7 +221,10 @@ class BlockIndex:
                     reclaimer = self._reclaimer(list(sizes.values()), now)
                 reclaimer.make_room(nbytes)
             grants[index] = self.publications.grant_new(publication, key, nbytes)
-        return [grant for grant in grants if grant is not None]
+        answered = [grant for grant in grants if grant is not None]
+        if any(grant.status is GrantStatus.FULL for grant in answered):
+            self.checkpoints.recent.note(now, "refused", Reason.STORE_FULL, domain_id)
+        return answered
 
     def commit(
         self,
@@ -365,6 +379,11 @@ class BlockIndex:
             matches = with_diverged(matches, usable[0], above_tokens, reach, now)
         self._count_hit(usable)
         self._count_candidates(matches)
+        for match in matches:
+            if match.reason is not None:
+                self.checkpoints.recent.note(
+                    now, "not consumable", match.reason, domain_id, match.boundary, match.kinds
+                )
         lease_id = None
         if usable and lease_s:
             lease = self.leases.grant(domain, tuple(usable), now + lease_s)
@@ -379,6 +398,7 @@ class BlockIndex:
         """Where objects of the leased checkpoints lie, in the order of the keys."""
         now = self.expire(now)
         lease = self.leases.get(lease_id)
+        self.counters["leases_read"] += not lease.readable
         locations = locate(lease, keys)
         for checkpoint in lease.checkpoints:
             checkpoint.used_at = now
@@ -439,15 +459,21 @@ class BlockIndex:
         self, domain_id: DomainId | None, limit: int, now: float
     ) -> list[CheckpointInfo]:
         """Visible checkpoints, newest first; of one domain, or of all; ``limit`` 0 means all."""
+        query = ListQuery(domain=domain_id, limit=limit)
+        return list(self.query_checkpoints(query, now).checkpoints)
+
+    def query_checkpoints(self, query: ListQuery, now: float) -> ListPage:
+        """What ``query`` selects. Counts as no use: nothing is leased, counted or touched, but
+        for a domain that is named in full."""
         now = self.expire(now)
-        domain = None if domain_id is None else self._domain(domain_id, now)
-        infos = []
-        for checkpoint in reversed(self.checkpoints.visible):
-            if domain is None or checkpoint.domain is domain:
-                infos.append(describe(checkpoint, now))
-                if len(infos) == limit:
-                    break
-        return infos
+        if query.domain is not None:
+            self._domain(query.domain, now)
+        return select(self.checkpoints, query, now, self.domains)
+
+    def list_domains(self, now: float) -> list[DomainInfo]:
+        """Every known domain, the one used last first. Walks over the visible checkpoints."""
+        now = self.expire(now)
+        return describe_domains(self.domains.values(), self.checkpoints, now)
 
     def check(self) -> None:
         """Recompute all books; ``AssertionError`` where two disagree. Walks over everything."""
@@ -504,6 +530,7 @@ class BlockIndex:
             usable[0].hits += 1
 
     def _count_candidates(self, matches: Sequence[CheckpointMatch]) -> None:
+        self.counters["lookups_matched"] += any(match.hash_matched for match in matches)
         self.counters["candidates_known"] += len(matches)
         for match in matches:
             self.counters[f"candidates_{Tag.RETAINED}"] += match.retained

@@ -10,6 +10,7 @@ from backhaul.protocols.layout import GroupKind
 from backhaul.transfer.checkpoints import CheckpointTable
 from backhaul.transfer.entries import (
     ANNOUNCEMENTS_MAX,
+    CLIENTS_MAX,
     DOMAINS_MAX,
     LEASES_MAX,
     PUBLICATIONS_MAX,
@@ -70,6 +71,9 @@ def _check_domain(index: Books, domain: Domain) -> None:
         assert checkpoint.block_hash == block_hash and checkpoint.domain is domain, block_hash
         table = index.checkpoints.visible if checkpoint.visible else index.checkpoints.pending
         assert checkpoint in table, f"checkpoint {block_hash!r} is in no table"
+    nbytes = sum(entry.nbytes for entry in domain.objects.values())
+    assert domain.object_bytes == nbytes, f"{domain.object_bytes} bytes counted, {nbytes} exist"
+    assert len(domain.clients) <= CLIENTS_MAX
     open_here = sum(one.domain is domain for one in index.publications.open.values())
     assert domain.publications == open_here, f"{domain.publications} publications, {open_here}"
 

@@ -33,6 +33,7 @@ class ObjectTable:
         entry = Entry(domain, key, nbytes, offset, self._next_token, writer)
         self._next_token += 1
         domain.objects[key] = entry
+        domain.object_bytes += nbytes
         self.count += 1
         return entry
 
@@ -80,4 +81,5 @@ class ObjectTable:
         assert entry.refs == 0 and entry.holds == 0, f"{entry.key} is still in use"
         self.loose.pop(entry, None)
         del entry.domain.objects[entry.key]
+        entry.domain.object_bytes -= entry.nbytes
         self.count -= 1

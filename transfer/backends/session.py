@@ -87,7 +87,7 @@ class SessionKeeper:
         """Make a domain known now, and remember it for every later daemon, also on failure."""
         with self._lock:
             self._domains[record.domain_id] = record
-        self.call("OpenDomain", store_pb2.OpenDomainRequest(record=record.canonical()), deadline)
+        self.call("OpenDomain", self._open_request(record), deadline)
         return record.domain_id
 
     def join(
@@ -132,10 +132,12 @@ class SessionKeeper:
             record = self._domains.get(domain)
             if record is None or self._opened.get(domain) == session.instance_id:
                 return
-        request = store_pb2.OpenDomainRequest(record=record.canonical())
-        self._channel.call("OpenDomain", request, remaining(deadline))
+        self._channel.call("OpenDomain", self._open_request(record), remaining(deadline))
         with self._lock:
             self._opened[domain] = session.instance_id
+
+    def _open_request(self, record: DomainRecord) -> store_pb2.OpenDomainRequest:
+        return store_pb2.OpenDomainRequest(record=record.canonical(), client_name=self._client_name)
 
     def _drop_peer(self) -> None:
         if self._peer is not None and self._agent is not None:

@@ -14,13 +14,17 @@ from backhaul.protocols.checkpoint import (
     ObjectKey,
     Reason,
 )
+from backhaul.protocols.domain import parse_domain
 from backhaul.transfer.base import (
     CheckpointInfo,
+    DomainClient,
+    DomainInfo,
     Elsewhere,
     GrantStatus,
     LookupResult,
     Peers,
     StoreStats,
+    Visibility,
     Written,
 )
 
@@ -87,8 +91,27 @@ def lookup_result(reply: store_pb2.LookupReply) -> LookupResult:
     )
 
 
-def checkpoint_info(message: store_pb2.CheckpointInfo) -> CheckpointInfo:
+def checkpoint_message(info: CheckpointInfo) -> store_pb2.CheckpointInfo:
     """One line of a listing."""
+    return store_pb2.CheckpointInfo(
+        domain_id=info.domain,
+        boundary=info.boundary,
+        block_hash=info.block_hash,
+        kinds=[kind.value for kind in info.kinds],
+        state_bytes=info.state_bytes,
+        attention_bytes=info.attention_bytes,
+        age_s=info.age_s,
+        idle_s=info.idle_s,
+        leases=info.leases,
+        producer=info.producer,
+        visibility=info.visibility.value,
+        hits=info.hits,
+        common_tokens=info.common_tokens,
+    )
+
+
+def checkpoint_info(message: store_pb2.CheckpointInfo) -> CheckpointInfo:
+    """The reverse of ``checkpoint_message``."""
     return CheckpointInfo(
         domain=DomainId(message.domain_id),
         boundary=message.boundary,
@@ -100,6 +123,41 @@ def checkpoint_info(message: store_pb2.CheckpointInfo) -> CheckpointInfo:
         idle_s=message.idle_s,
         leases=message.leases,
         producer=message.producer,
+        visibility=Visibility(message.visibility or Visibility.VISIBLE),
+        hits=message.hits,
+        common_tokens=message.common_tokens,
+    )
+
+
+def domain_message(info: DomainInfo) -> store_pb2.DomainInfo:
+    """One known domain."""
+    return store_pb2.DomainInfo(
+        domain_id=info.id,
+        record=info.record.canonical(),
+        clients=[
+            store_pb2.DomainClient(name=client.name, opened_s=client.opened_s)
+            for client in info.clients
+        ],
+        idle_s=info.idle_s,
+        checkpoints=info.checkpoints,
+        kinds={kind.value: count for kind, count in info.kinds.items()},
+        objects=info.objects,
+        object_bytes=info.object_bytes,
+    )
+
+
+def domain_info(message: store_pb2.DomainInfo) -> DomainInfo:
+    """The reverse of ``domain_message``. Raises ``StoreRejected`` for another version's record."""
+    known = set(CheckpointKind)
+    return DomainInfo(
+        id=DomainId(message.domain_id),
+        record=parse_domain(message.record),
+        clients=tuple(DomainClient(client.name, client.opened_s) for client in message.clients),
+        idle_s=message.idle_s,
+        checkpoints=message.checkpoints,
+        kinds={CheckpointKind(name): n for name, n in message.kinds.items() if name in known},
+        objects=message.objects,
+        object_bytes=message.object_bytes,
     )
 
 

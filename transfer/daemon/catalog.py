@@ -7,10 +7,12 @@ Only ``Lookup`` may wait, and it holds nothing while it does.
 from __future__ import annotations
 
 import asyncio
+import enum
 import functools
 import logging
+import math
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import grpc
@@ -26,10 +28,12 @@ from backhaul.protocols.checkpoint import (
 )
 from backhaul.protocols.domain import parse_domain
 from backhaul.protocols.errors import BackhaulError, StoreFull, StoreRejected
-from backhaul.transfer.base import GrantStatus, Member, Written
+from backhaul.transfer.backends.wire import checkpoint_message, domain_message
+from backhaul.transfer.base import GrantStatus, Member, Visibility, Written
 from backhaul.transfer.daemon.pool import Pool
 from backhaul.transfer.entries import NotKnown
 from backhaul.transfer.index import BlockIndex
+from backhaul.transfer.listing import ListQuery
 
 PROTOCOL_VERSION = 1
 """Version of store.proto's meaning. 1: first version."""
@@ -61,6 +65,7 @@ _GRANT_STATUS = {
 
 _Request = TypeVar("_Request")
 _Reply = TypeVar("_Reply")
+_Member = TypeVar("_Member", bound=enum.StrEnum)
 _Method = Callable[[Any, _Request, Any], Awaitable[_Reply]]
 
 
@@ -130,10 +135,10 @@ class Catalog(store_pb2_grpc.CatalogServicer):
         """See store.proto."""
         record = parse_domain(request.record)
         if not request.member:
-            domain_id = self._index.open_domain(record, self._clock())
+            domain_id = self._index.open_domain(record, self._clock(), request.client_name)
             return store_pb2.OpenDomainReply(domain_id=domain_id)
         member = Member(request.member, request.loads, request.publishes)
-        peers = self._index.join(record, member, self._clock())
+        peers = self._index.join(record, member, self._clock(), request.client_name)
         return store_pb2.OpenDomainReply(
             domain_id=record.domain_id,
             loaders=peers.loaders,
@@ -331,25 +336,19 @@ class Catalog(store_pb2_grpc.CatalogServicer):
         self, request: store_pb2.ListCheckpointsRequest, context: Any
     ) -> store_pb2.ListCheckpointsReply:
         """See store.proto."""
-        domain_id = DomainId(request.domain_id) if request.domain_id else None
-        infos = self._index.list_checkpoints(domain_id, request.limit, self._clock())
+        page = self._index.query_checkpoints(_query(request), self._clock())
         return store_pb2.ListCheckpointsReply(
-            checkpoints=[
-                store_pb2.CheckpointInfo(
-                    domain_id=info.domain,
-                    boundary=info.boundary,
-                    block_hash=info.block_hash,
-                    kinds=[kind.value for kind in info.kinds],
-                    state_bytes=info.state_bytes,
-                    attention_bytes=info.attention_bytes,
-                    age_s=info.age_s,
-                    idle_s=info.idle_s,
-                    leases=info.leases,
-                    producer=info.producer,
-                )
-                for info in infos
-            ]
+            checkpoints=[checkpoint_message(info) for info in page.checkpoints],
+            next_cursor=page.next_cursor,
         )
+
+    @_answering
+    async def ListDomains(
+        self, request: store_pb2.ListDomainsRequest, context: Any
+    ) -> store_pb2.ListDomainsReply:
+        """See store.proto."""
+        domains = self._index.list_domains(self._clock())
+        return store_pb2.ListDomainsReply(domains=[domain_message(domain) for domain in domains])
 
     def _wake(self) -> None:
         self._changed.set()
@@ -360,15 +359,33 @@ def _key(key: store_pb2.Key) -> ObjectKey:
     return ObjectKey(key.rank, key.group, key.block_hash)
 
 
-def _manifest(manifest: store_pb2.Manifest) -> CheckpointManifest:
+def _members(kind: type[_Member], what: str, values: Iterable[str]) -> tuple[_Member, ...]:
     try:
-        kinds = tuple(CheckpointKind(kind) for kind in manifest.kinds)
+        return tuple(kind(value) for value in values)
     except ValueError as error:
-        valid = ", ".join(kind.value for kind in CheckpointKind)
-        raise StoreRejected(f"checkpoint kind: {error}; valid are {valid}") from None
+        valid = ", ".join(member.value for member in kind)
+        raise StoreRejected(f"{what}: {error}; valid are {valid}") from None
+
+
+def _query(request: store_pb2.ListCheckpointsRequest) -> ListQuery:
+    visibilities = _members(Visibility, "visibility", request.visibilities)
+    return ListQuery(
+        domain=DomainId(request.domain_id) if request.domain_id else None,
+        domain_prefix=request.domain_prefix,
+        kinds=frozenset(_members(CheckpointKind, "checkpoint kind", request.kinds)),
+        age_min_s=request.age_min_s,
+        age_max_s=request.age_max_s or math.inf,
+        visibilities=frozenset(visibilities or (Visibility.VISIBLE,)),
+        prefix_hashes=tuple(request.prefix_hashes),
+        limit=request.limit,
+        cursor=request.cursor,
+    )
+
+
+def _manifest(manifest: store_pb2.Manifest) -> CheckpointManifest:
     return CheckpointManifest(
         boundary=manifest.boundary,
         hashes=tuple(manifest.hashes),
-        kinds=kinds,
+        kinds=_members(CheckpointKind, "checkpoint kind", manifest.kinds),
         producer=manifest.producer,
     )

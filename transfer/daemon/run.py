@@ -7,6 +7,7 @@ import contextlib
 import logging
 import secrets
 import signal
+import time
 import uuid
 from typing import Any
 
@@ -23,6 +24,7 @@ from backhaul.transfer.daemon.metrics import EvictionTimer, RpcTimer, StatsColle
 from backhaul.transfer.daemon.pool import Pool
 from backhaul.transfer.daemon.ports import listen_on
 from backhaul.transfer.daemon.settings import Address, DaemonSettings, format_bytes
+from backhaul.transfer.daemon.status import StatusReport
 from backhaul.transfer.index import BlockIndex
 from backhaul.transfer.nixl_agent import BACKEND
 
@@ -73,13 +75,15 @@ async def serve(settings: DaemonSettings) -> None:
         stack.push_async_callback(server.stop, settings.grace_s)
         for name in ("", _SERVICE):
             await status.set(name, health_pb2.HealthCheckResponse.SERVING)
-        http = make_server(make_app(registry, lambda: not stop.is_set()))
+        address = Address(settings.listen.host, port)
+        report = StatusReport(index, f"backhaul://{address}", time.monotonic)
+        http = make_server(make_app(registry, lambda: not stop.is_set(), report.document))
         http_task = asyncio.create_task(http.serve(sockets=[http_socket]), name="http")
         expire_task = asyncio.create_task(_expire(catalog), name="expire")
         stop_task = asyncio.create_task(stop.wait(), name="stop")
         http_address = Address(settings.http.host, http_socket.getsockname()[1])
         print(
-            f"backhaul store ready: grpc {Address(settings.listen.host, port)}, "
+            f"backhaul store ready: grpc {address}, "
             f"pool {format_bytes(settings.capacity_bytes)}, http {http_address}, "
             f"nixl {BACKEND}, instance {index.instance_id}",
             flush=True,

@@ -198,7 +198,8 @@ def test_metrics_follow_what_clients_do(daemon: Daemon, catalog: Any) -> None:
     assert sample('backhaul:store_rpc_seconds_count{method="Lookup"}') >= 1
     assert sample("backhaul:store_leases") >= 0 and sample("backhaul:store_publications") >= 1
     assert httpx.get(f"http://{daemon.http}/healthz").status_code == 200
-    assert httpx.get(f"http://{daemon.http}/").status_code == 404
+    assert httpx.get(f"http://{daemon.http}/").headers["content-type"].startswith("text/html")
+    assert httpx.get(f"http://{daemon.http}/nonesuch").status_code == 404
 
 
 @pytest.mark.parametrize(("taken", "free"), [("listen", "http"), ("http", "listen")])

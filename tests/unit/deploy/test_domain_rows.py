@@ -3,8 +3,7 @@
 import msgspec
 from rich.console import Console
 
-from backhaul.deploy.domain_view import comparison_table
-from backhaul.protocols.comparison import compare
+from backhaul.deploy.domain_rows import differences, domain_table
 from backhaul.protocols.domain import DomainRecord
 from backhaul.protocols.layout import CacheLayout, GroupKind, GroupLayout
 
@@ -21,7 +20,7 @@ RECORD = DomainRecord(
 def shown(ours: DomainRecord, theirs: DomainRecord) -> str:
     console = Console(width=160, record=True, color_system=None)
     with console.capture() as capture:
-        console.print(comparison_table(compare(ours, theirs), "prefill", "decode"))
+        console.print(domain_table(("prefill", "decode"), differences(ours, theirs)))
     return capture.get()
 
 
@@ -32,12 +31,13 @@ def test_every_difference_is_a_row_with_both_values() -> None:
     )
     text = shown(RECORD, other)
     for part in (
-        "prefill", "decode", "the cache domains differ: kv_dtype bfloat16 here",
+        "prefill", "decode", "kv_dtype", "bfloat16",
         "uint8:fp8_e4m3", "--kv-cache-dtype", "layout.groups[0].page_bytes", "4096", "2048",
         "follows from kv_dtype",
     ):  # fmt: skip
         assert part in text
 
 
-def test_equal_domains_say_so() -> None:
-    assert "the cache domains are equal" in shown(RECORD, RECORD)
+def test_equal_fields_are_shown_once_and_unmarked() -> None:
+    text = shown(RECORD, RECORD)
+    assert "≠" not in text and text.count("bfloat16") == 1

@@ -1,0 +1,227 @@
+"""`backhaul checkpoints`: what lies in a store."""
+
+from __future__ import annotations
+
+import enum
+import math
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from backhaul.deploy.terminal import format_age, parse_duration, print_json
+from backhaul.protocols.checkpoint import CheckpointKind
+from backhaul.protocols.errors import ConfigError, StoreRejected
+from backhaul.transfer.daemon.settings import format_bytes
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from backhaul.transfer.base import CheckpointInfo
+    from backhaul.transfer.listing import ListPage, ListQuery
+
+DEFAULT_STORE = "backhaul://127.0.0.1:7400"
+_HASH_DIGITS = 12
+_DOMAIN_DIGITS = 8
+_LEFT = ("domain", "ends", "is", "hash", "producer")
+_GAP = 2
+_PIPE_WIDTH = 1_000
+_EXPENDABLE = ("hash", "producer", "unused for", "leases", "attention", "state", "hits")
+"""Columns that a narrow terminal does without, the first ones first."""
+
+
+class Show(enum.StrEnum):
+    """Which part of the life of checkpoints is listed."""
+
+    VISIBLE = "visible"
+    PENDING = "pending"
+    EVICTED = "evicted"
+    ALL = "all"
+
+
+def checkpoints(
+    store: Annotated[
+        str, typer.Option(metavar="URI", help="The store's address, backhaul://HOST:PORT.")
+    ] = DEFAULT_STORE,
+    domain: Annotated[
+        str, typer.Option(metavar="ID", help="Only this cache domain; the id's start is enough.")
+    ] = "",
+    kind: Annotated[
+        list[CheckpointKind] | None,
+        typer.Option(help="Only checkpoints that stand for this end; may be repeated."),
+    ] = None,
+    older_than: Annotated[
+        str, typer.Option(metavar="TIME", help="Only those at least so old, e.g. 10m.")
+    ] = "0",
+    newer_than: Annotated[
+        str, typer.Option(metavar="TIME", help="Only those at most so old, e.g. 2h30m.")
+    ] = "",
+    show: Annotated[
+        Show, typer.Option(help="Visible to lookups, not yet committed by all ranks, or evicted.")
+    ] = Show.VISIBLE,
+    limit: Annotated[int, typer.Option(min=0, help="At most so many; 0: all.")] = 50,
+    cursor: Annotated[
+        str, typer.Option(metavar="TEXT", help="Continue where a former listing ended.")
+    ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    timeout: Annotated[
+        float, typer.Option(min=0.001, metavar="SECONDS", help="Longest wait for the store.")
+    ] = 5.0,
+) -> None:
+    """List a store's checkpoints, newest first. Listing counts as no use of them."""
+    query = make_query(
+        domain=domain.lower(),
+        kinds=kind or [],
+        age_min_s=parse_duration(older_than, "--older-than"),
+        age_max_s=parse_duration(newer_than, "--newer-than") if newer_than else math.inf,
+        show=show,
+        limit=limit,
+        cursor=cursor,
+    )
+
+    from backhaul.transfer.backends.inspector import StoreInspector
+
+    with StoreInspector(store, timeout_s=timeout) as inspector:
+        page = inspector.page(query)
+        if as_json:
+            print_json(as_document(store, page))
+            return
+        known = [] if page.checkpoints else [info.id for info in inspector.domains()]
+    _print(page, domain, known)
+
+
+def make_query(
+    *,
+    domain: str,
+    kinds: list[CheckpointKind],
+    age_min_s: float,
+    age_max_s: float,
+    show: Show,
+    limit: int,
+    cursor: str,
+) -> ListQuery:
+    """The query that the options describe. Raises ``ConfigError`` where they contradict."""
+    from backhaul.transfer.base import Visibility
+    from backhaul.transfer.listing import ListQuery
+
+    if age_min_s > age_max_s:
+        raise ConfigError(
+            f"--older-than is {format_age(age_min_s)} and --newer-than {format_age(age_max_s)}: "
+            "nothing is both; give --newer-than the longer time"
+        )
+    try:
+        return ListQuery(
+            domain_prefix=domain,
+            kinds=frozenset(kinds),
+            age_min_s=age_min_s,
+            age_max_s=age_max_s,
+            visibilities=frozenset(Visibility if show is Show.ALL else {Visibility(show)}),
+            limit=limit,
+            cursor=cursor,
+        )
+    except StoreRejected as error:
+        raise ConfigError(str(error)) from None
+
+
+def as_document(store: str, page: ListPage) -> dict[str, Any]:
+    """What ``--json`` prints. Times in seconds, sizes in bytes; ``next_cursor`` is empty on the
+    last page."""
+    return {
+        "store": store,
+        "checkpoints": [checkpoint_document(info) for info in page.checkpoints],
+        "next_cursor": page.next_cursor,
+    }
+
+
+def checkpoint_document(info: CheckpointInfo) -> dict[str, Any]:
+    """One checkpoint as JSON."""
+    return {
+        "domain": info.domain,
+        "boundary": info.boundary,
+        "block_hash": info.block_hash.hex(),
+        "kinds": [kind.value for kind in info.kinds],
+        "visibility": info.visibility.value,
+        "age_s": round(info.age_s, 3),
+        "idle_s": round(info.idle_s, 3),
+        "state_bytes": info.state_bytes,
+        "attention_bytes": info.attention_bytes,
+        "hits": info.hits,
+        "leases": info.leases,
+        "producer": info.producer,
+    }
+
+
+def _print(page: ListPage, domain: str, known: list[Any]) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=_PIPE_WIDTH)  # a file has no edge
+    if not page.checkpoints:
+        console.print("No checkpoint fits.")
+        if not known:
+            console.print("No engine has opened a cache domain in this store yet.")
+        elif not any(one.startswith(domain) for one in known):
+            console.print(f"No domain's id starts with {domain!r}; known: {', '.join(known)}")
+        return
+    shown, left_out = table(page.checkpoints, console.width if console.is_terminal else None)
+    console.print(shown)
+    if left_out:
+        console.print(f"Not shown for lack of width: {', '.join(left_out)}. --json has all.")
+    if page.next_cursor:
+        console.print(
+            f"{len(page.checkpoints)} shown, there are more: --limit 0 for all, or go on with "
+            f"--cursor {page.next_cursor}",
+            soft_wrap=True,
+        )
+
+
+def table(infos: tuple[CheckpointInfo, ...], width: int | None) -> tuple[Table, list[str]]:
+    """The rows that people see, and the columns that ``width`` characters (None: any number) had
+    no place for. Columns that say the same usual thing of every row are left out too."""
+    from rich.table import Table
+
+    digits = _unambiguous([info.domain for info in infos])
+    columns: dict[str, list[str]] = {
+        "domain": [info.domain[:digits] for info in infos],
+        "tokens": [str(info.boundary) for info in infos],
+        "ends": [",".join(kind.value for kind in info.kinds) for info in infos],
+        "is": [info.visibility.value for info in infos],
+        "age": [format_age(info.age_s) for info in infos],
+        "unused for": [format_age(info.idle_s) for info in infos],
+        "hits": [str(info.hits) for info in infos],
+        "leases": [str(info.leases) for info in infos],
+        "state": [format_bytes(info.state_bytes) for info in infos],
+        "attention": [format_bytes(info.attention_bytes) for info in infos],
+        "hash": [info.block_hash.hex()[:_HASH_DIGITS] for info in infos],
+        "producer": [info.producer or "-" for info in infos],
+    }
+    for name, usual in (("is", "visible"), ("leases", "0"), ("producer", "-")):
+        if set(columns[name]) == {usual}:
+            del columns[name]
+    left_out: list[str] = []
+    for name in _EXPENDABLE:
+        if width is None or _natural_width(columns) <= width:
+            break
+        if columns.pop(name, None) is not None:
+            left_out.append(name)
+    shown = Table(box=None, pad_edge=False, header_style="bold", padding=(0, _GAP, 0, 0))
+    for name in columns:
+        right = name not in _LEFT
+        shown.add_column(name, justify="right" if right else "left", no_wrap=True)
+    for row in zip(*columns.values(), strict=True):
+        shown.add_row(*row)
+    return shown, left_out
+
+
+def _natural_width(columns: dict[str, list[str]]) -> int:
+    gaps = _GAP * (len(columns) - 1)
+    return gaps + sum(max(map(len, (name, *cells))) for name, cells in columns.items())
+
+
+def _unambiguous(ids: list[str]) -> int:
+    """Digits that tell the ids apart, at least ``_DOMAIN_DIGITS``."""
+    different = set(ids)
+    digits = _DOMAIN_DIGITS
+    while len({one[:digits] for one in different}) < len(different):
+        digits += 1
+    return digits

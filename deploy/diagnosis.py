@@ -1,0 +1,318 @@
+"""What is wrong with a deployment, decided from what was read. No I/O.
+
+Each check says ``ok``, ``warning`` or ``problem``, and for the latter two the one thing to do.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from backhaul.deploy.domain_rows import differences
+from backhaul.deploy.terminal import format_age
+from backhaul.protocols.domain import DomainRecord
+from backhaul.transfer.base import DomainInfo, StoreStats
+from backhaul.transfer.daemon.settings import format_bytes
+from backhaul.transfer.transport_probe import ProbeResult
+
+SEEDLESS_HASHES = ("sha256", "sha256_cbor")
+"""Prefix hashes of vLLM that do not depend on PYTHONHASHSEED."""
+SHORT_SHARE_MAX = 0.5
+"""Above this share of prompts that end before the first boundary most requests cannot reuse
+anything."""
+_SLOW = ("tcp",)
+
+
+class Level(enum.StrEnum):
+    """How bad."""
+
+    OK = "ok"
+    WARNING = "warning"
+    PROBLEM = "problem"
+
+
+class Finding(NamedTuple):
+    """One check's answer. ``todo``: the one thing to do, "" where nothing is."""
+
+    check: str
+    level: Level
+    says: str
+    todo: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineView:
+    """What an engine says of itself over HTTP.
+
+    Attributes:
+        cache: labels of ``vllm:cache_config_info``; empty where /metrics has none.
+        prompts: upper bound in tokens -> prompts at most so long, cumulated; with ``inf``.
+        domain: id of its cache domain, where its metrics name it.
+        has_connector: ``backhaul:`` metrics are there.
+        failure_policy: ``kv_load_failure_policy``; "" where it cannot be seen.
+        error: why it could not be read; the rest is empty then.
+    """
+
+    url: str
+    version: str = ""
+    models: tuple[str, ...] = ()
+    cache: Mapping[str, str] = field(default_factory=dict)
+    prompts: Mapping[float, float] = field(default_factory=dict)
+    domain: str = ""
+    has_connector: bool = False
+    failure_policy: str = ""
+    error: str = ""
+
+
+def check_store(stats: StoreStats) -> Finding:
+    """Whether the pool has room to work with."""
+    says = (
+        f"answers; {stats.checkpoints} checkpoints, {format_bytes(stats.used_bytes)} of "
+        f"{format_bytes(stats.capacity_bytes)} used"
+    )
+    if stats.counters.get("full_objects", 0):
+        return Finding(
+            "store catalog",
+            Level.WARNING,
+            f"{says}; {stats.counters['full_objects']} objects found no space",
+            "start `backhaul store` with a larger --capacity",
+        )
+    return Finding("store catalog", Level.OK, says)
+
+
+def check_transports(probe: ProbeResult) -> Finding:
+    """What bytes travel over between here and the pool."""
+    name = "transports"
+    if probe.error:
+        return Finding(
+            name,
+            Level.PROBLEM,
+            f"no bytes could be read from the pool: {probe.error}",
+            "run the probe with UCX_LOG_LEVEL=info; usual causes are a firewall and UCX_TLS or "
+            "UCX_NET_DEVICES that leave nothing both sides share",
+        )
+    used = ", ".join(probe.transports)
+    says = f"a process started here reads the pool over {used}"
+    if all(one.partition("/")[0] in _SLOW for one in probe.transports):
+        return Finding(
+            name,
+            Level.WARNING,
+            f"{says}: every byte passes the kernel's TCP stack",
+            "unset UCX_TLS; on one host share the IPC and PID namespaces, between hosts use RDMA",
+        )
+    return Finding(name, Level.OK, says)
+
+
+def check_domains(domains: Sequence[DomainInfo]) -> list[Finding]:
+    """Whether engines of one model really share a domain, and hash alike."""
+    if not domains:
+        return [
+            Finding(
+                "cache domains",
+                Level.WARNING,
+                "no engine has opened a cache domain here",
+                'give the engines this store: "store" in kv_connector_extra_config',
+            )
+        ]
+    findings = []
+    families: dict[str, list[DomainInfo]] = {}
+    for info in domains:
+        families.setdefault(info.record.model, []).append(info)
+    for family in families.values():
+        findings += _check_family(family)
+    return findings
+
+
+def _check_family(family: Sequence[DomainInfo]) -> list[Finding]:
+    """Domains of one model, the one used last first."""
+    newest, others = family[0], family[1:]
+    findings = []
+    if not others:
+        names = sorted({engine_of(client.name) for client in newest.clients})
+        says = f"{newest.id}: {', '.join(names) or 'nobody'} of one mind"
+        if len(names) == 1:
+            findings.append(
+                Finding(
+                    "cache domains",
+                    Level.WARNING,
+                    f"{newest.id} has been opened by {names[0]} only",
+                    "start the other engine with the same store, or look at its log",
+                )
+            )
+        else:
+            findings.append(Finding("cache domains", Level.OK, says))
+    for other in others:
+        rows = differences(newest.record, other.record)
+        fields = ", ".join(row.path for row in rows if row.differs)
+        says = (
+            f"{newest.id} and {other.id} (last call {format_age(other.idle_s)} ago) hold one model "
+            f"but differ in {fields}: nothing is shared between them"
+        )
+        live = other.idle_s <= newest.idle_s + 600
+        findings.append(
+            Finding(
+                "cache domains",
+                Level.PROBLEM if live else Level.WARNING,
+                says,
+                f"make {fields} equal on both engines"
+                if live
+                else "nothing, if the older one belongs to an engine of the past",
+            )
+        )
+    return [*findings, _check_hashes(family)]
+
+
+def _check_hashes(family: Sequence[DomainInfo]) -> Finding:
+    functions = {info.record.hash_function for info in family}
+    probes = {info.record.hash_probe for info in family}
+    if len(functions) > 1:
+        return Finding(
+            "prefix hash",
+            Level.PROBLEM,
+            f"engines of one model hash with {' and '.join(sorted(functions))}",
+            "give every engine the same --prefix-caching-hash-algo, best sha256",
+        )
+    (function,) = functions
+    if len(probes) > 1:
+        return Finding(
+            "prefix hash",
+            Level.PROBLEM,
+            f"{function} gives different hashes of the same tokens on different engines",
+            "use --prefix-caching-hash-algo sha256, or one PYTHONHASHSEED for all engines",
+        )
+    if function not in SEEDLESS_HASHES:
+        return Finding(
+            "prefix hash",
+            Level.WARNING,
+            f"{function} depends on PYTHONHASHSEED; a restart without it loses every match",
+            "use --prefix-caching-hash-algo sha256",
+        )
+    return Finding("prefix hash", Level.OK, f"{function}, the same on every engine")
+
+
+def check_engine(engine: EngineView, record: DomainRecord | None) -> list[Finding]:
+    """One engine; ``record``: its cache domain, where the store knows it."""
+    name = f"engine {engine.url}"
+    if engine.error:
+        return [
+            Finding(name, Level.PROBLEM, engine.error, "is vLLM running there, with this --port?")
+        ]
+    models = ", ".join(engine.models) or "no model"
+    findings = [Finding(name, Level.OK, f"vLLM {engine.version}, {models}")]
+    if not engine.has_connector:
+        findings.append(
+            Finding(
+                f"{name}: connector",
+                Level.PROBLEM,
+                "its /metrics has no backhaul: metric, so the connector is not loaded",
+                "start it with BackhaulConnector in --kv-transfer-config",
+            )
+        )
+    elif engine.domain and record is None:
+        findings.append(
+            Finding(
+                f"{name}: connector",
+                Level.PROBLEM,
+                f"this store does not know its cache domain {engine.domain}",
+                "give the engine this store, or doctor the engine's store",
+            )
+        )
+    findings += _check_cache(name, engine, record)
+    boundary = record.layout.boundary_tokens if record else _boundary(engine.cache)
+    if boundary:
+        findings.append(check_prompts(f"{name}: prompt lengths", engine.prompts, boundary))
+    findings.append(_check_policy(name, engine.failure_policy))
+    return findings
+
+
+def _check_cache(name: str, engine: EngineView, record: DomainRecord | None) -> list[Finding]:
+    cache = engine.cache
+    if not cache:
+        return [
+            Finding(
+                f"{name}: cache",
+                Level.WARNING,
+                "its /metrics has no vllm:cache_config_info",
+                "start it without --disable-log-stats",
+            )
+        ]
+    caching, mode = f"{name}: prefix caching", f"{name}: mamba-cache-mode"
+    findings = []
+    if cache.get("enable_prefix_caching") == "True":
+        kept = cache.get("prefix_cache_retention_interval", "None")
+        findings.append(Finding(caching, Level.OK, f"on; retention interval {kept}"))
+    else:
+        findings.append(
+            Finding(caching, Level.PROBLEM, "off: no block has a hash", "--enable-prefix-caching")
+        )
+    hybrid = record.layout.has_recurrent if record else cache.get("mamba_block_size") != "None"
+    found = cache.get("mamba_cache_mode", "none")
+    if hybrid and found != "align":
+        findings.append(
+            Finding(
+                mode,
+                Level.PROBLEM if record else Level.WARNING,
+                f"{found}: recurrent states do not exist on block boundaries",
+                "start it with --mamba-cache-mode align",
+            )
+        )
+    else:
+        findings.append(Finding(mode, Level.OK, found if hybrid else "no recurrent state"))
+    return findings
+
+
+def check_prompts(name: str, prompts: Mapping[float, float], boundary: int) -> Finding:
+    """Whether prompts are long enough for a grid of ``boundary`` tokens. A histogram tells only
+    how many prompts are at most as long as a bucket's bound, so the share is a lower limit."""
+    total = max(prompts.values(), default=0.0)
+    if not total:
+        return Finding(name, Level.OK, f"boundaries every {boundary} tokens; no prompt so far")
+    short = max((count for bound, count in prompts.items() if bound <= boundary), default=0.0)
+    share = short / total
+    says = f"at least {share:.0%} of {total:.0f} prompts end before the first boundary ({boundary})"
+    if share <= SHORT_SHARE_MAX:
+        return Finding(name, Level.OK, says)
+    return Finding(
+        name,
+        Level.WARNING,
+        f"{says} and can never reuse anything",
+        "use a smaller --block-size or --mamba-block-size",
+    )
+
+
+def _boundary(cache: Mapping[str, str]) -> int:
+    sizes = [cache.get("mamba_block_size", ""), cache.get("block_size", "")]
+    return max((int(size) for size in sizes if size.isdigit()), default=0)
+
+
+def _check_policy(name: str, policy: str) -> Finding:
+    name = f"{name}: kv_load_failure_policy"
+    if not policy:
+        return Finding(
+            name,
+            Level.OK,
+            "not visible from outside (VLLM_SERVER_DEV_MODE=1 shows it); Backhaul's own loads are "
+            "recomputed under either policy",
+        )
+    if policy == "fail":
+        return Finding(
+            name,
+            Level.WARNING,
+            "fail: another connector's failed load ends the request (Backhaul's is recomputed)",
+            'set "kv_load_failure_policy": "recompute" in --kv-transfer-config',
+        )
+    return Finding(name, Level.OK, policy)
+
+
+def engine_of(client: str) -> str:
+    """The engine's name in a client's, which is `engine:half`."""
+    engine, colon, half = client.rpartition(":")
+    return engine if colon and half else client
+
+
+def worst(findings: Sequence[Finding]) -> Level:
+    """The worst level of all."""
+    order = list(Level)
+    return max((one.level for one in findings), key=order.index, default=Level.OK)

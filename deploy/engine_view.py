@@ -1,0 +1,68 @@
+"""Reads what a running vLLM server says of itself: /version, /v1/models, /metrics, /server_info."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from backhaul.deploy.diagnosis import EngineView
+
+_POLICY = re.compile(r"kv_load_failure_policy['\"]?\s*[=:]\s*['\"]?(\w+)")
+
+
+def read_engine(url: str, timeout_s: float) -> EngineView:
+    """Never raises for an engine that is down or answers nonsense: that is in ``error``."""
+    url = url.rstrip("/")
+    try:
+        with httpx.Client(base_url=url, timeout=timeout_s, trust_env=False) as client:
+            version = _json(client, "/version").get("version", "")
+            models = _json(client, "/v1/models").get("data", [])
+            reply = client.get("/metrics")
+            reply.raise_for_status()
+            facts = parse_metrics(reply.text)
+            info = client.get("/server_info")
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, AttributeError) as error:
+        return EngineView(url=url, error=f"cannot be read: {error or type(error).__name__}")
+    policy = _POLICY.search(info.text) if info.is_success else None
+    return EngineView(
+        url=url,
+        version=str(version),
+        models=tuple(str(one.get("id", "")) for one in models if isinstance(one, dict)),
+        failure_policy=policy[1] if policy else "",
+        **facts,
+    )
+
+
+def parse_metrics(text: str) -> dict[str, Any]:
+    """The fields of ``EngineView`` that /metrics tells; sums over data-parallel engines."""
+    cache: dict[str, str] = {}
+    prompts: dict[float, float] = {}
+    domain, has_connector = "", False
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            has_connector |= sample.name.startswith("backhaul:")
+            if sample.name == "vllm:cache_config_info":
+                cache = dict(sample.labels)
+            elif sample.name == "vllm:request_prompt_tokens_bucket":
+                bound = float(sample.labels["le"])
+                prompts[bound] = prompts.get(bound, 0.0) + sample.value
+            elif sample.name == "backhaul:info":
+                domain = sample.labels.get("domain", "")
+    return {
+        "cache": cache,
+        "prompts": prompts,
+        "domain": domain,
+        "has_connector": has_connector,
+    }
+
+
+def _json(client: httpx.Client, path: str) -> dict[str, Any]:
+    reply = client.get(path)
+    reply.raise_for_status()
+    body = reply.json()
+    if not isinstance(body, dict):
+        raise ValueError(f"{path} answers no JSON object")
+    return body

@@ -1,0 +1,139 @@
+"""Why a prompt reuses what it does: candidates, their tags, where histories part. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from backhaul.protocols.checkpoint import DomainId, PassedOver, Reason
+from backhaul.protocols.record import Candidate
+from backhaul.transfer.base import CheckpointInfo, Visibility
+
+CONTEXT_TOKENS = 12
+"""Shown on either side of the first difference."""
+PARTLY_MAX = 8
+"""Candidates that share only a beginning: a system prompt is shared by every conversation."""
+
+Decode = Callable[[Sequence[int]], str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """What a store holds along a prompt.
+
+    Attributes:
+        candidates: checkpoints at the prompt's own boundaries, deepest first, with their tags, then
+            ones that share only a beginning with it, the longest first.
+        common: tokens shared with the prompt, per candidate.
+        closest: the visible checkpoint that shares most and yet does not match, or None.
+        strangers: checkpoints that share not even the first block.
+    """
+
+    candidates: tuple[Candidate, ...]
+    common: tuple[int, ...]
+    closest: CheckpointInfo | None
+    strangers: int
+
+
+def explain(infos: Sequence[CheckpointInfo], domain: DomainId, prompt_tokens: int) -> Explanation:
+    """Tags of every checkpoint that has something in common with a prompt. ``infos`` carry
+    ``common_tokens``; the engine's own prefix cache is not known here, so it counts as empty."""
+    matching = [info for info in infos if _matches(info)]
+    partly = [info for info in infos if info.common_tokens and not _matches(info)]
+    matching.sort(key=lambda one: one.boundary, reverse=True)
+    partly.sort(key=lambda one: one.common_tokens, reverse=True)
+    mine = matching + partly[:PARTLY_MAX]
+    usable = [
+        info.boundary
+        for info in mine
+        if _matches(info)
+        and info.domain == domain
+        and info.visibility is Visibility.VISIBLE
+        and info.boundary < prompt_tokens
+    ]
+    selected = max(usable, default=None)
+    diverged = [
+        info
+        for info in infos
+        if not _matches(info) and info.visibility is Visibility.VISIBLE and info.domain == domain
+    ]
+    return Explanation(
+        candidates=tuple(_candidate(info, domain, selected, prompt_tokens) for info in mine),
+        common=tuple(info.common_tokens for info in mine),
+        closest=max(diverged, key=lambda one: one.common_tokens, default=None),
+        strangers=sum(not info.common_tokens for info in infos),
+    )
+
+
+def _matches(info: CheckpointInfo) -> bool:
+    return info.common_tokens == info.boundary
+
+
+def _candidate(
+    info: CheckpointInfo, domain: DomainId, selected: int | None, prompt_tokens: int
+) -> Candidate:
+    reason, passed_over = _reason(info, domain), None
+    chosen = reason is None and info.boundary == selected
+    if reason is None and not chosen:
+        deep = info.boundary >= prompt_tokens
+        passed_over = PassedOver.NO_TOKEN_LEFT if deep else PassedOver.SHALLOWER
+    retained = info.visibility is Visibility.VISIBLE
+    return Candidate(
+        boundary=info.boundary,
+        kinds=info.kinds,
+        retained=retained,
+        hash_matched=retained and _matches(info),
+        consumable=reason is None,
+        selected=chosen,
+        reason=reason,
+        passed_over=passed_over,
+        age_s=info.age_s,
+    )
+
+
+def _reason(info: CheckpointInfo, domain: DomainId) -> Reason | None:
+    if info.visibility is Visibility.EVICTED:
+        return Reason.EVICTED
+    if info.visibility is Visibility.PENDING:
+        return Reason.UNCOMMITTED
+    if not _matches(info):
+        return Reason.HASH_MISMATCH
+    return None if info.domain == domain else Reason.DOMAIN_MISMATCH
+
+
+class Divergence(NamedTuple):
+    """The first difference of two token sequences.
+
+    Attributes:
+        position: index of the first token that differs; where one sequence ends, its length.
+        left, right: what comes there, decoded (or as ids); "" at a sequence's end.
+        before: what both share right before it.
+        left_ids, right_ids: the tokens of ``left`` and ``right``.
+    """
+
+    position: int
+    before: str
+    left: str
+    right: str
+    left_ids: tuple[int, ...]
+    right_ids: tuple[int, ...]
+
+
+def first_difference(
+    left: Sequence[int], right: Sequence[int], decode: Decode
+) -> Divergence | None:
+    """Where two token sequences part, with surroundings; None where they are equal."""
+    shorter = min(len(left), len(right))
+    position = next((i for i in range(shorter) if left[i] != right[i]), shorter)
+    if position == len(left) == len(right):
+        return None
+    end = position + CONTEXT_TOKENS
+    return Divergence(
+        position,
+        decode(left[max(position - CONTEXT_TOKENS, 0) : position]),
+        decode(left[position:end]),
+        decode(right[position:end]),
+        tuple(left[position:end]),
+        tuple(right[position:end]),
+    )

@@ -1,0 +1,153 @@
+"""`backhaul checkpoints` against a real daemon, and how it writes times and tables."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from index_kit import GRID, chain
+from rich.console import Console
+from store_kit import RunningStore, backhaul
+
+from backhaul.deploy.checkpoints_command import table
+from backhaul.deploy.processes import free_port
+from backhaul.deploy.terminal import format_age, parse_duration
+from backhaul.protocols.checkpoint import CheckpointKind, DomainId
+from backhaul.protocols.errors import ConfigError
+from backhaul.transfer.base import CheckpointInfo
+
+
+def listed(store: RunningStore, *options: str) -> list[int]:
+    """Boundaries, in blocks, in the order of the listing."""
+    code, out, err = backhaul("checkpoints", "--store", store.uri, "--json", *options)
+    assert code == 0, err
+    return [one["boundary"] // GRID for one in json.loads(out)["checkpoints"]]
+
+
+def test_filters_and_pages(live_store: RunningStore) -> None:
+    domain, other = live_store.open("filters"), live_store.open("filters-other")
+    for tokens, kinds in (("a", ["input_end"]), ("ab", ["decode_end"]), ("abc", ["prompt_end"])):
+        live_store.publish(domain, tokens, *kinds)
+    live_store.publish(other, "zzzzzz")
+    assert listed(live_store, "--domain", domain[:10]) == [3, 2, 1]
+    assert listed(live_store, "--domain", domain.upper(), "--kind", "input_end") == [1]
+    both = ("--kind=input_end", "--kind=prompt_end")
+    assert listed(live_store, "--domain", domain, *both) == [3, 1]
+    assert listed(live_store, "--domain", domain, "--older-than", "1h") == []
+    assert listed(live_store, "--domain", domain, "--newer-than", "1h") == [3, 2, 1]
+    assert listed(live_store, "--domain", domain, "--show", "evicted") == []
+    assert 6 in listed(live_store, "--limit=0")
+    _, out, _ = backhaul(
+        "checkpoints", f"--store={live_store.uri}", f"--domain={domain}", "--limit=2", "--json"
+    )
+    cursor = json.loads(out)["next_cursor"]
+    assert listed(live_store, "--domain", domain, "--limit=2", "--cursor", cursor) == [1]
+
+
+def test_json_says_everything(live_store: RunningStore) -> None:
+    domain = live_store.open("json")
+    live_store.publish(domain, "ab", "decode_end", "prompt_end")
+    live_store.lookup(domain, "abc")
+    _, out, _ = backhaul("checkpoints", f"--store={live_store.uri}", f"--domain={domain}", "--json")
+    document = json.loads(out)
+    (one,) = document["checkpoints"]
+    assert one.pop("age_s") >= 0 and one.pop("idle_s") >= 0
+    assert one == {
+        "domain": domain,
+        "boundary": 2 * GRID,
+        "block_hash": chain("ab")[-1].hex(),
+        "kinds": ["decode_end", "prompt_end"],
+        "visibility": "visible",
+        "state_bytes": 256,
+        "attention_bytes": 512,
+        "hits": 1,
+        "leases": 0,
+        "producer": "decode-0",
+    }
+    assert document["store"] == live_store.uri and document["next_cursor"] == ""
+
+
+def test_the_table_and_an_empty_answer_say_what_to_do(live_store: RunningStore) -> None:
+    domain = live_store.open("table")
+    for tokens in ("a", "ab"):
+        live_store.publish(domain, tokens)
+    options = ("checkpoints", f"--store={live_store.uri}", f"--domain={domain}")
+    code, out, _ = backhaul(*options, "--limit=1")
+    assert code == 0 and "decode_end" in out and "decode-0" in out and "--cursor 0x" in out
+    code, out, _ = backhaul("checkpoints", f"--store={live_store.uri}", "--domain=nonesuch")
+    assert code == 0 and "No checkpoint fits" in out and domain in out
+
+
+def test_an_unreachable_store_is_exit_code_1() -> None:
+    code, out, err = backhaul("checkpoints", f"--store=backhaul://127.0.0.1:{free_port()}")
+    assert code == 1 and out == ""
+    assert err.count("\n") == 1 and "is `backhaul store` running" in err
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--store=http://127.0.0.1:7400",),
+        ("--store=backhaul://127.0.0.1",),
+        ("--older-than=soon",),
+        ("--older-than=2h", "--newer-than=1h"),
+        ("--cursor=nonsense",),
+        ("--kind=nonsense",),
+        ("--limit=-1",),
+    ],
+)
+def test_wrong_usage_is_exit_code_2(options: tuple[str, ...]) -> None:
+    code, out, err = backhaul("checkpoints", *options)
+    assert code == 2 and out == "" and "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("90", 90), ("1.5s", 1.5), ("10m", 600), ("2h30m", 9000), ("1d", 86400), ("250ms", 0.25)],
+)
+def test_times_are_read(text: str, seconds: float) -> None:
+    assert parse_duration(text, "--x") == seconds
+
+
+@given(st.text(alphabet="0123456789.smhd -", max_size=8))
+def test_a_time_is_read_or_refused_in_words(text: str) -> None:
+    try:
+        assert parse_duration(text, "--older-than") >= 0
+    except ConfigError as error:
+        assert "--older-than" in str(error)
+
+
+@given(st.floats(0, 1e7))
+def test_an_age_reads_back_within_its_second_unit(seconds: float) -> None:
+    shown = format_age(seconds)
+    read = parse_duration(shown.replace(" ", ""), "--x")
+    smallest = {"d": 3600.0, "h": 60.0, "m": 1.0, "s": 1.0}[shown.split()[1]]
+    assert abs(read - seconds) <= smallest
+
+
+@given(width=st.integers(40, 200), count=st.integers(1, 4))
+def test_a_table_fits_the_terminal_or_says_what_it_left_out(width: int, count: int) -> None:
+    info = CheckpointInfo(
+        domain=DomainId("0123456789abcdef"),
+        boundary=131_072,
+        block_hash=bytes(32),
+        kinds=(CheckpointKind.DECODE_END, CheckpointKind.PROMPT_END)[:count],
+        state_bytes=75 << 20,
+        attention_bytes=3 << 30,
+        age_s=12_345.0,
+        idle_s=99.0,
+        leases=count,
+        producer="engine-decode-0:worker",
+    )
+    shown, left_out = table((info,) * count, width)
+    text = io.StringIO()
+    Console(file=text, width=500).print(shown)
+    lines = text.getvalue().splitlines()
+    for name in ("domain", "tokens", "ends", "age"):
+        assert name in lines[0]
+    if len(left_out) < 7:
+        assert max(len(line.rstrip()) for line in lines) <= width
+    assert all(name not in lines[0] for name in left_out)

@@ -1,0 +1,176 @@
+"""The doctor's decisions on plain data."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from index_kit import make_layout, make_record
+
+from backhaul.deploy.diagnosis import (
+    EngineView,
+    Finding,
+    Level,
+    check_domains,
+    check_engine,
+    check_prompts,
+    check_store,
+    check_transports,
+    worst,
+)
+from backhaul.deploy.domain_rows import differences
+from backhaul.deploy.engine_view import parse_metrics
+from backhaul.transfer.base import DomainClient, DomainInfo, StoreStats
+from backhaul.transfer.transport_probe import ProbeResult, parse_used
+
+METRICS = """\
+# TYPE vllm:cache_config_info gauge
+vllm:cache_config_info{block_size="16",enable_prefix_caching="True",engine="0",\
+mamba_block_size="528",mamba_cache_mode="align",prefix_cache_retention_interval="0"} 1.0
+# TYPE vllm:request_prompt_tokens histogram
+vllm:request_prompt_tokens_bucket{engine="0",le="200.0",model_name="m"} 6.0
+vllm:request_prompt_tokens_bucket{engine="0",le="500.0",model_name="m"} 7.0
+vllm:request_prompt_tokens_bucket{engine="0",le="+Inf",model_name="m"} 10.0
+vllm:request_prompt_tokens_bucket{engine="1",le="200.0",model_name="m"} 0.0
+vllm:request_prompt_tokens_bucket{engine="1",le="500.0",model_name="m"} 0.0
+vllm:request_prompt_tokens_bucket{engine="1",le="+Inf",model_name="m"} 10.0
+# TYPE backhaul:info gauge
+backhaul:info{domain="0123456789abcdef",policy="both"} 1.0
+"""
+
+
+def info(
+    idle_s: float = 0.0, clients: tuple[str, ...] = ("p:worker", "d:worker"), **fields: Any
+) -> DomainInfo:
+    record = msgspec.structs.replace(make_record("m"), **fields)
+    return DomainInfo(
+        record.domain_id, record, tuple(DomainClient(c, 0.0) for c in clients), idle_s, 0, {}, 0, 0
+    )
+
+
+def levels(findings: list[Finding]) -> dict[str, Level]:
+    return {one.check: one.level for one in findings}
+
+
+def engine(**fields: Any) -> EngineView:
+    cache = {"enable_prefix_caching": "True", "mamba_cache_mode": "align", "block_size": "16"}
+    return EngineView(
+        url="u", **{"version": "0.32", "cache": cache, "has_connector": True} | fields
+    )
+
+
+def test_every_warning_and_problem_says_what_to_do() -> None:
+    findings = [
+        check_store(StoreStats(counters={"full_objects": 1})),
+        check_transports(ProbeResult((), "gone")),
+        check_transports(ProbeResult(("tcp/lo",))),
+        *check_domains([]),
+        *check_domains([info(clients=("p:worker",))]),
+        *check_domains([info(), info(hash_function="xxhash"), info(hash_probe="01")]),
+        *check_domains([info(hash_function="xxhash")]),
+        *check_domains([info(hash_probe="01"), info()]),
+        *check_engine(engine(error="gone"), None),
+        *check_engine(engine(cache={}, has_connector=False, failure_policy="fail"), None),
+        *check_engine(engine(cache={"mamba_block_size": "8"}, domain="x"), None),
+        *check_engine(engine(cache={"mamba_cache_mode": "none"}), make_record()),
+    ]
+    assert {one.level for one in findings} == set(Level)
+    for one in findings:
+        assert bool(one.todo) == (one.level is not Level.OK), one
+        assert "\n" not in one.says + one.todo
+
+
+def test_one_domain_of_two_engines_is_fine() -> None:
+    assert set(levels(check_domains([info()])).values()) == {Level.OK}
+    assert worst([]) is Level.OK
+
+
+def test_other_models_are_no_mismatch() -> None:
+    assert worst(check_domains([info(), info(model="other")])) is Level.OK
+
+
+def test_a_live_domain_that_differs_is_a_problem_and_the_field_is_named() -> None:
+    found = check_domains([info(), info(kv_dtype="fp8", idle_s=3.0)])
+    assert worst(found) is Level.PROBLEM
+    assert "kv_dtype" in found[0].says and "kv_dtype" in found[0].todo
+    assert worst(check_domains([info(), info(kv_dtype="fp8", idle_s=9e4)])) is Level.WARNING
+
+
+@pytest.mark.parametrize("fields", [{"hash_probe": "ff"}, {"hash_function": "xxhash"}])
+def test_hashes_that_differ_are_named_as_such(fields: dict[str, str]) -> None:
+    found = levels(check_domains([info(), info(**fields)]))
+    assert found["prefix hash"] is Level.PROBLEM
+
+
+@pytest.mark.parametrize(
+    ("used", "level"),
+    [
+        (("cma/memory",), Level.OK),
+        (("rc_mlx5/mlx5_0:1",), Level.OK),
+        (("tcp/eth0",), Level.WARNING),
+        (("tcp/eth0", "cuda_ipc/cuda"), Level.OK),
+    ],
+)
+def test_bytes_over_tcp_alone_are_a_warning(used: tuple[str, ...], level: Level) -> None:
+    assert check_transports(ProbeResult(used)).level is level
+
+
+def test_ucx_report_of_a_read_is_understood() -> None:
+    report = """
+[1.1] [h:1:0] +-------+--------+-------------+----------------------------------+
+[1.1] [h:1:0] | p intra-node cfg#1                                              |
+[1.1] [h:1:0] | active message by ucp_am_send*(fast-completion) from host memory |
+[1.1] [h:1:0] | Count | Range  | Description | Config                          |
+[1.1] [h:1:0] |     3 | 0..inf | short       | tcp/lo                          |
+[1.1] [h:1:0] | p inter-node cfg#2                                              |
+[1.1] [h:1:0] | remote memory read by ucp_get*(multi) into host memory from host |
+[1.1] [h:1:0] | Count | Range  | Description | Config                          |
+[1.1] [h:1:0] |     2 | 0..inf | zero-copy   | 50% on rc_mlx5/mlx5_0:1 and 50% on rc_mlx5/mlx5_1:1 |
+[1.1] [h:1:0] |     0 | 0..9   | short       | ud_mlx5/mlx5_0:1                |
+"""
+    assert parse_used(report) == ("rc_mlx5/mlx5_0:1", "rc_mlx5/mlx5_1:1")
+    assert parse_used("nothing") == ()
+
+
+def test_an_engines_metrics_are_read_and_judged() -> None:
+    facts = parse_metrics(METRICS)
+    assert facts["prompts"] == {200.0: 6.0, 500.0: 7.0, math.inf: 20.0}
+    assert facts["domain"] == "0123456789abcdef" and facts["has_connector"]
+    found = levels(check_engine(EngineView(url="u", **facts), make_record()))
+    assert set(found.values()) == {Level.OK}
+
+
+@given(
+    st.lists(st.integers(1, 5_000), min_size=1, max_size=50),
+    st.lists(st.integers(1, 5_000), min_size=1, max_size=8, unique=True),
+    st.integers(1, 5_000),
+)
+def test_the_share_of_short_prompts_is_never_overstated(
+    prompts: list[int], bounds: list[int], boundary: int
+) -> None:
+    histogram = {float(b): float(sum(p <= b for p in prompts)) for b in [*bounds, 10**9]}
+    finding = check_prompts("x", histogram, boundary)
+    if finding.level is Level.WARNING:
+        assert sum(p <= boundary for p in prompts) > len(prompts) / 2
+
+
+@given(st.data())
+def test_exactly_the_fields_that_differ_are_marked(data: st.DataObject) -> None:
+    changes = {
+        "kv_dtype": "fp8",
+        "tensor_parallel": 2,
+        "state_dtypes": ("float32",),
+        "layout": make_layout(ranks=2),
+        "vllm": "0.33",
+    }
+    chosen = data.draw(st.sets(st.sampled_from(sorted(changes))))
+    a = make_record("m")
+    b = msgspec.structs.replace(a, **{name: changes[name] for name in chosen})
+    marked = {row.path for row in differences(a, b) if row.differs}
+    assert {path.partition(".")[0] for path in marked} == chosen
+    if "layout" in chosen:
+        assert "layout.ranks" in marked and "layout.hash_tokens" not in marked

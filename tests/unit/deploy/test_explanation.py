@@ -1,0 +1,151 @@
+"""Tags of what a prompt could reuse, the first difference of two prompts, prompts from files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from backhaul.deploy.explain_command import find_request
+from backhaul.deploy.explanation import CONTEXT_TOKENS, explain, first_difference
+from backhaul.deploy.prompts import PromptReader, parse_token_ids
+from backhaul.protocols.checkpoint import CheckpointKind, DomainId, PassedOver, Reason
+from backhaul.protocols.errors import ConfigError
+from backhaul.transfer.base import CheckpointInfo, Visibility
+
+MINE, OTHER = DomainId("mine"), DomainId("other")
+TOKENS = st.lists(st.integers(0, 3), max_size=30)
+
+
+def info(
+    boundary: int,
+    common: int | None = None,
+    visibility: Visibility = Visibility.VISIBLE,
+    domain: DomainId = MINE,
+) -> CheckpointInfo:
+    return CheckpointInfo(
+        domain, boundary, b"h", (CheckpointKind.DECODE_END,), 1, 1, 2.0, 1.0, 0, "p", visibility, 0,
+        boundary if common is None else common,
+    )  # fmt: skip
+
+
+def test_each_candidate_has_its_tags_and_one_reason() -> None:
+    infos = [
+        info(96),
+        info(64),
+        info(32),
+        info(80, domain=OTHER),
+        info(48, visibility=Visibility.EVICTED),
+        info(16, visibility=Visibility.PENDING),
+        info(128, common=64),
+        info(128, common=0),
+    ]
+    found = explain(infos, MINE, prompt_tokens=96)
+    by_boundary = {one.boundary: one for one in found.candidates}
+    assert by_boundary[96].passed_over is PassedOver.NO_TOKEN_LEFT
+    assert by_boundary[64].selected
+    assert by_boundary[32].passed_over is PassedOver.SHALLOWER
+    assert by_boundary[80].reason is Reason.DOMAIN_MISMATCH and by_boundary[80].hash_matched
+    assert by_boundary[48].reason is Reason.EVICTED and not by_boundary[48].retained
+    assert by_boundary[16].reason is Reason.UNCOMMITTED
+    assert by_boundary[128].reason is Reason.HASH_MISMATCH and by_boundary[128].retained
+    assert found.closest == infos[6] and found.strangers == 1
+
+
+@given(
+    st.lists(
+        st.builds(
+            lambda boundary, share, visibility, domain: info(
+                16 * boundary, 16 * min(share, boundary), visibility, domain
+            ),
+            st.integers(1, 8),
+            st.integers(0, 8),
+            st.sampled_from(Visibility),
+            st.sampled_from([MINE, OTHER]),
+        ),
+        max_size=12,
+    ),
+    st.integers(0, 140),
+)
+def test_tags_imply_each_other_and_selection_leaves_a_token(
+    infos: list[CheckpointInfo], length: int
+) -> None:
+    """``Candidate`` itself refuses tags that contradict each other."""
+    found = explain(infos, MINE, length)
+    assert len(found.candidates) == len(found.common)
+    for one in found.candidates:
+        if one.selected:
+            assert one.boundary < length
+    consumable = [one.boundary for one in found.candidates if one.consumable]
+    usable = [boundary for boundary in consumable if boundary < length]
+    selected = {one.boundary for one in found.candidates if one.selected}
+    assert selected == ({max(usable)} if usable else set())
+    if found.closest:
+        assert found.closest.common_tokens < found.closest.boundary
+
+
+@given(TOKENS, TOKENS)
+def test_the_first_difference_is_the_first(left: list[int], right: list[int]) -> None:
+    found = first_difference(left, right, lambda ids: " ".join(map(str, ids)))
+    if found is None:
+        assert left == right
+        return
+    at = found.position
+    assert left[:at] == right[:at] and left[at : at + 1] != right[at : at + 1]
+    assert list(found.left_ids) == left[at : at + CONTEXT_TOKENS]
+    assert found.before.split() == [str(t) for t in left[max(at - CONTEXT_TOKENS, 0) : at]]
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [
+        ("[1, 2]", [1, 2]),
+        ('{"prompt_token_ids": [3]}', [3]),
+        ('{"count": 1, "tokens": [4]}', [4]),
+        ("hello", None),
+        ("[]", None),
+        ('{"messages": []}', None),
+        ("3", None),
+    ],
+)
+def test_token_ids_are_told_from_text(text: str, tokens: list[int] | None) -> None:
+    assert parse_token_ids(text) == tokens
+
+
+@pytest.mark.parametrize("text", ["[1, -1]", "[true]", '[1, "x"]', "[1.5]"])
+def test_impossible_ids_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="token"):
+        parse_token_ids(text)
+
+
+@given(st.text(max_size=40))
+def test_any_text_is_ids_or_not_or_refused_in_words(text: str) -> None:
+    try:
+        parse_token_ids(text)
+    except ConfigError as error:
+        assert "\n" not in str(error)
+
+
+def test_text_needs_a_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "prompt").write_text("hello")
+    with pytest.raises(ConfigError, match="--tokenizer"):
+        PromptReader(None, special_tokens=False).read(str(tmp_path / "prompt"))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        PromptReader(tmp_path, special_tokens=False)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        PromptReader(None, special_tokens=False).read(str(tmp_path / "absent"))
+
+
+def test_a_request_is_found_in_a_log_that_is_being_written(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    first, last = {"request_id": "r-1", "n": 1}, {"request_id": "r-1", "n": 2}
+    lines = [first, {"request_id": "r-12"}, ["r-1"], last, {"other": "r-1"}]
+    log.write_text("\n".join(map(json.dumps, lines)) + '\n{"request_id": "r-1", "n"')
+    assert find_request(log, "r-1") == last
+    with pytest.raises(ConfigError, match="not in"):
+        find_request(log, "r-2")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        find_request(tmp_path / "absent", "r-1")
