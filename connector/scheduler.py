@@ -329,7 +329,8 @@ class SchedulerHalf:
         end = request.num_computed_tokens + tokens
         if tracked.stops and end >= tracked.stops[0]:
             if end == tracked.stops[0]:
-                tracked.forced.append(end)
+                if end not in tracked.forced:  # again after a preemption
+                    tracked.forced.append(end)
                 kind = primary_kind(tracked.ends.kinds_at(end))
                 self._stats.count("forced_chunk_ends", kind)
             tracked.stops = [stop for stop in tracked.stops if stop > end]
