@@ -25,6 +25,8 @@ class EngineFacts:
         engine_id: vLLM's id of this engine; names the producer of checkpoints.
         num_blocks: KV blocks per rank.
         object_bytes: group index -> bytes of one block of the group on one rank.
+        drops_block: vLLM keeps a prompt's last recurrent state one block lower, because an EAGLE
+            group gives up its last matched block.
     """
 
     layout: CacheLayout
@@ -32,11 +34,13 @@ class EngineFacts:
     engine_id: str
     num_blocks: int
     object_bytes: dict[int, int]
+    drops_block: bool = False
 
 
 def engine_facts(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
     """Read the facts. Raises ``UnsupportedError`` where the engine cannot take part."""
     layout = cache_layout(vllm_config, kv_cache_config)
+    speculative = vllm_config.speculative_config
     return EngineFacts(
         layout=layout,
         domain=cache_domain(vllm_config, kv_cache_config, layout),
@@ -47,6 +51,9 @@ def engine_facts(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
             * len(kv_cache_config.kv_cache_groups[group.index].layer_names)
             for group in layout.groups
         },
+        drops_block=bool(
+            layout.has_recurrent and speculative and speculative.use_eagle_block_drop()
+        ),
     )
 
 
