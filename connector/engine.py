@@ -105,6 +105,8 @@ def _group_layout(index: int, spec: Any) -> GroupLayout:
     window = 0
     if isinstance(inner, kv.SlidingWindowSpec):
         kind, window = GroupKind.WINDOW, inner.sliding_window
+    elif isinstance(inner, kv.ChunkedLocalAttentionSpec):
+        kind, window = GroupKind.CHUNK, inner.attention_chunk_size
     elif isinstance(inner, kv.FullAttentionSpec) and not isinstance(
         inner, kv.SinkFullAttentionSpec
     ):
@@ -112,7 +114,7 @@ def _group_layout(index: int, spec: Any) -> GroupLayout:
     else:
         raise UnsupportedError(
             f"KV cache group {index} is a {type(inner).__name__}; supported are full attention, "
-            "MLA, sliding-window and recurrent (align mode) groups"
+            "MLA, sliding-window, chunked-local and recurrent (align mode) groups"
         )
     return GroupLayout(
         index=index,
