@@ -81,7 +81,7 @@ class BackhaulConnector(KVConnectorBase_V1, SupportsHMA):
         else:
             parallel = vllm_config.parallel_config
             rank = parallel.rank % parallel.world_size
-            self._worker = WorkerHalf(options, store, rank, kv_cache_config)
+            self._worker = WorkerHalf(options, store, rank, kv_cache_config, facts.layout)
 
     @property
     def requires_kv_delivery(self) -> bool:

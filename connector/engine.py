@@ -67,8 +67,9 @@ def cache_layout(vllm_config: Any, kv_cache_config: Any) -> CacheLayout:
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             raise UnsupportedError(f"{name}={getattr(parallel, name)} is not supported; use 1")
+    tensor = parallel.tensor_parallel_size
     groups = tuple(
-        _group_layout(index, kv_cache_config.kv_cache_groups[index].kv_cache_spec)
+        _group_layout(index, kv_cache_config.kv_cache_groups[index].kv_cache_spec, tensor)
         for index in range(len(kv_cache_config.kv_cache_groups))
     )
     outside = set(range(len(groups))) - set(kv_cache_config.prefix_cacheable_group_ids)
@@ -84,12 +85,19 @@ def cache_layout(vllm_config: Any, kv_cache_config: Any) -> CacheLayout:
     )
 
 
-def _group_layout(index: int, spec: Any) -> GroupLayout:
+def _group_layout(index: int, spec: Any, tensor: int) -> GroupLayout:
     from vllm.v1 import kv_cache_interface as kv
 
-    inner = spec
+    members = [spec]
     if isinstance(spec, kv.UniformTypeKVCacheSpecs):
-        inner = next(iter(spec.kv_cache_specs.values()))
+        members = list(spec.kv_cache_specs.values())
+    inner = members[0]
+    # Every tensor-parallel rank computes these in full: one latent for all heads, or a state that
+    # is declared so.
+    replicated = all(
+        type(one) is kv.MLAAttentionSpec or getattr(one, "tp_replicated", False) for one in members
+    )
+    copies = tensor if replicated else 1
     if isinstance(inner, kv.MambaSpec):
         if inner.mamba_cache_mode != "align":
             raise UnsupportedError(
@@ -101,6 +109,7 @@ def _group_layout(index: int, spec: Any) -> GroupLayout:
             kind=GroupKind.RECURRENT,
             block_tokens=spec.block_size,
             page_bytes=inner.real_page_size_bytes,
+            copies=copies,
         )
     window = 0
     if isinstance(inner, kv.SlidingWindowSpec):
@@ -122,6 +131,7 @@ def _group_layout(index: int, spec: Any) -> GroupLayout:
         block_tokens=spec.block_size,
         window_tokens=window,
         page_bytes=inner.real_page_size_bytes,
+        copies=copies,
     )
 
 

@@ -42,6 +42,7 @@ class GroupLayout(msgspec.Struct, frozen=True, kw_only=True):
         window_tokens: tokens that a sliding window reads, the current one included, or tokens of
             a chunk of local attention; 0 otherwise.
         page_bytes: bytes of one block of one layer, unpadded; part of the cache domain.
+        copies: consecutive ranks that hold the same bytes; the first of them stores them for all.
     """
 
     index: int
@@ -49,6 +50,11 @@ class GroupLayout(msgspec.Struct, frozen=True, kw_only=True):
     block_tokens: int
     window_tokens: int = 0
     page_bytes: int = 0
+    copies: int = 1
+
+    def owner(self, rank: int) -> int:
+        """The rank whose shard of this group ``rank`` holds, too: part of every object's key."""
+        return rank // self.copies * self.copies
 
 
 class CacheLayout(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,6 +78,11 @@ class CacheLayout(msgspec.Struct, frozen=True, kw_only=True):
                 f"ranks={self.ranks}, hash_tokens={self.hash_tokens}: both must be at least 1"
             )
         for group in self.groups:
+            if group.copies < 1 or self.ranks % group.copies:
+                raise UnsupportedError(
+                    f"group {group.index} is said to lie in {group.copies} copies over "
+                    f"{self.ranks} ranks; the ranks must be a multiple of the copies"
+                )
             windowed = group.kind in (GroupKind.WINDOW, GroupKind.CHUNK)
             if windowed is not (group.window_tokens > 0):
                 raise UnsupportedError(

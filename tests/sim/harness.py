@@ -168,7 +168,11 @@ class KvMemory:
         self.tensors = allocate_kv_cache(config, torch.device("cpu"), layout)
         self.groups = [
             [
-                (f"{name}.{rank}", self.tensors[name].view(torch.uint8).numpy())
+                # Every rank computes the same latent.
+                (
+                    name if isinstance(group.kv_cache_spec, MLAAttentionSpec) else f"{name}.{rank}",
+                    self.tensors[name].view(torch.uint8).numpy(),
+                )
                 for name in group.layer_names
             ]
             for group in config.kv_cache_groups
@@ -579,6 +583,7 @@ class SimEngine:
         drafts: int = 0,
         method: str = "ngram",
         accept: float = 0.7,
+        inside_blocks: bool = False,
     ) -> None:
         """
         Args:
@@ -594,6 +599,7 @@ class SimEngine:
             sibling: another connector hands prompts over, both inside ``MultiConnector``.
             drafts: speculative tokens per step, proposed by ``method``.
             accept: chance of each draft to be the model's own token.
+            inside_blocks: ``--enable-mamba-shared-prefix-checkpoint``, for junctions in a block.
         """
         self.name = name
         self.asynchronous, self.late = asynchronous, late
@@ -607,6 +613,7 @@ class SimEngine:
                 mamba_cache_mode="align" if any(g.recurrent for g in groups) else "none",
                 prefix_cache_retention_interval=retention,
                 prefix_match_unit=unit,
+                enable_mamba_shared_prefix_checkpoint=inside_blocks,
             ),
             scheduler_config=SchedulerConfig(
                 max_num_batched_tokens=budget,
@@ -639,6 +646,7 @@ class SimEngine:
         self.drafts, self.accept, self.random = drafts, accept, random.Random(drafts)
         self.config.cache_config.kv_cache_layout = layout
         self.config.parallel_config.world_size = ranks
+        self.config.parallel_config.tensor_parallel_size = ranks
         self.cache = _cache_config(self.config, groups, num_blocks)
         self.config.cache_config.num_gpu_blocks = num_blocks
         specs = [group.kv_cache_spec for group in self.cache.kv_cache_groups]
@@ -1006,7 +1014,9 @@ def _check_checkpoint(
         regions = GroupRegions([memory.tensors[n] for n in names], engine.cache.num_blocks)
         size = group.block_tokens
         for index in required_blocks(group, info.boundary):
-            key = ObjectKey(memory.rank, group.index, hashes[(index + 1) * size // unit - 1])
+            key = ObjectKey(
+                group.owner(memory.rank), group.index, hashes[(index + 1) * size // unit - 1]
+            )
             memory.zero(1)
             read = store.read(lease, [LoadItem(key, regions.segments(1))], verify=True, timeout_s=5)
             assert read.ok, f"{key} of the checkpoint at {info.boundary}: {read.reason}"

@@ -55,7 +55,7 @@ def coordinator_of(groups: tuple[Group, ...], unit: int) -> tuple[Any, CacheLayo
         scheduler_block_size=grid,
         hash_block_size=unit,
     )
-    layouts = tuple(_group_layout(i, make_spec(group)) for i, group in enumerate(groups))
+    layouts = tuple(_group_layout(i, make_spec(group), 1) for i, group in enumerate(groups))
     return coordinator, CacheLayout(groups=layouts, hash_tokens=unit)
 
 

@@ -77,7 +77,7 @@ def groups_of(case: Case) -> tuple[tuple[Group, ...], int, int]:
     return (target, draft, state), 0, 1
 
 
-def engine_of(case: Case, pair: Pair | None) -> SimEngine:
+def engine_of(case: Case, pair: Pair | None, *, inside_blocks: bool = False) -> SimEngine:
     groups, _, _ = groups_of(case)
     keywords: dict[str, Any] = {
         "groups": groups,
@@ -86,6 +86,7 @@ def engine_of(case: Case, pair: Pair | None) -> SimEngine:
         "num_blocks": 64,
         "drafts": 2 if case.eagle else 0,
         "method": "eagle" if case.eagle else "ngram",
+        "inside_blocks": inside_blocks,
     }
     return pair.engine(**keywords) if pair is not None else SimEngine(None, **keywords)
 
@@ -137,16 +138,36 @@ def test_the_junction_lies_where_every_full_attention_group_can_resume(
     assert junction == case.expected
 
     # And in the scheduler: the first chunk ends at the junction, or where it would without one.
+    floor = case.expected // case.block * case.block
+    assert (first_chunk_end(engine, request, hit) == floor) is (floor > hit)
+
+
+def first_chunk_end(engine: SimEngine, request: Request, hit: int) -> int:
+    """Where the scheduler ends the request's first chunk, in tokens."""
     engine.requests[request.request_id] = request
     engine.scheduler.add_request(request)
-    deadline = 2000
-    while not (step := engine.scheduler.schedule()).total_num_scheduled_tokens and deadline:
+    for _ in range(2000):
+        step = engine.scheduler.schedule()
+        if step.total_num_scheduled_tokens:
+            break
         engine._update(step, engine.runner.execute(step))
-        deadline -= 1
-    first = hit + step.num_scheduled_tokens[request.request_id]
-    floor = case.expected // case.block * case.block
-    assert (first == floor) is (floor > hit)
     engine.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
+    return hit + int(step.num_scheduled_tokens[request.request_id])
+
+
+@pytest.mark.parametrize("u_end", [None, 64, 100, 130])
+def test_a_junction_inside_a_block_is_kept_where_vllm_can(pair: Pair, u_end: int | None) -> None:
+    """Hit 64, junction 80, blocks of 32: with --enable-mamba-shared-prefix-checkpoint vLLM ends
+    the chunk at 80, and the connector leaves that so."""
+    case = Case(32, True, False, True, True, False)
+    stock = engine_of(case, None, inside_blocks=True)
+    request, _, hit, junction = lookup(stock, case)
+    assert (hit, junction, first_chunk_end(stock, request, hit)) == (64, 80, 80)
+    bound = engine_of(case, pair, inside_blocks=True)
+    request, _, hit, junction = lookup(bound, case)
+    if u_end is not None:
+        request.kv_transfer_params = {"backhaul": {"u_end": u_end}}
+    assert (hit, junction, first_chunk_end(bound, request, hit)) == (64, 80, 80)
 
 
 def test_the_matrix_holds_cases_that_stock_vllm_gets_wrong_and_right() -> None:
