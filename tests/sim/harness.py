@@ -37,6 +37,7 @@ from vllm.config import (
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.model_executor.layers.mamba.checkpoint import compute_mamba_prefill_checkpoints
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import (
@@ -79,11 +80,13 @@ _names = count(1)
 class Group:
     """One KV cache group: at most one of ``recurrent``, ``window``, ``chunk``; none: full.
 
-    ``draft`` marks an EAGLE/MTP group, ``wide`` another spec of the same page size, ``latent`` MLA.
+    ``draft`` marks an EAGLE/MTP group, ``wide`` another spec of the same page size, ``latent`` MLA,
+    ``exports`` recurrent kernels that write a state from the middle of a prompt's last chunk.
     """
 
     layers: int = 1
     recurrent: bool = False
+    exports: bool = False
     window: int = 0
     chunk: int = 0
     block: int = BLOCK
@@ -144,6 +147,8 @@ def make_spec(group: Group, drafts: int = 0, page_tokens: int = 0) -> Any:
             page_size_padded=page,
             mamba_cache_mode="align",
             num_speculative_blocks=drafts,
+            num_prefill_checkpoint_blocks=int(group.exports),
+            prefill_checkpoint_alignment=1 if group.exports else None,
         )
     attention: dict[str, Any] = {
         "block_size": group.block,
@@ -391,6 +396,8 @@ class SimRunner:
                 column = (query.end - 1) // spec.block_size
                 for i, state in enumerate(chain[query.known - start - 1 :]):
                     memory.write_state(group, request.tables[group][column + i], state)
+                if spec.num_prefill_checkpoint_blocks and query.known == query.end:
+                    self._export(memory, group, spec, request, query, chain)
             for group, spec in self._engine.attention:
                 size = spec.block_size
                 position = start
@@ -404,6 +411,29 @@ class SimRunner:
                     position = upto
             results.append(chain)
         return results
+
+    def _export(
+        self,
+        memory: KvMemory,
+        group: int,
+        spec: MambaSpec,
+        request: _RunnerRequest,
+        query: _Query,
+        chain: list[bytes],
+    ) -> None:
+        """The state at the last hash boundary of a prefill chunk, into the block before its own."""
+        coordinator = self._engine.scheduler.kv_cache_manager.coordinator
+        (offset,), (column,) = compute_mamba_prefill_checkpoints(
+            [query.end],
+            [len(query.tokens)],
+            self._engine.cache.hash_block_size,
+            spec.block_size,
+            spec.prefill_checkpoint_alignment,
+            False,
+            coordinator._cache_hit_alignment_tokens,
+        )
+        if offset and (block := request.tables[group][column]):
+            memory.write_state(group, block, chain[offset - 1])
 
     def _found(self, memory: KvMemory, request: _RunnerRequest, name: str, query: _Query) -> bytes:
         """The digest of what the cache holds below the query."""

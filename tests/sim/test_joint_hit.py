@@ -218,3 +218,27 @@ def test_a_sub_block_unit_resumes_on_the_block_grid(pair: Pair) -> None:
     second = prefill.run(first.history + tokens(9, 2), 6)
     assert second.loaded == (len(first.history) - 1) // B * B
     pair.check_idle()
+
+
+@pytest.mark.parametrize("unit", [B, B // 4], ids=["coarse", "fine"])
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_a_state_exported_from_inside_a_chunk_counts_at_its_own_length(
+    pair: Pair, unit: int, asynchronous: bool
+) -> None:
+    """Some kernels write the state at a prompt's last hash boundary into the block before the
+    chunk's own: on a fine grid that is not the state at that block's end."""
+    groups = (FULL, Group(layers=2, recurrent=True, exports=True))
+    keywords: dict[str, Any] = {"groups": groups, "unit": unit, "asynchronous": asynchronous}
+    decode, prefill = (pair.engine(name=name, **keywords) for name in ("decode", "prefill"))
+    for prompt in range(3 * B, 5 * B):
+        first = decode.run(tokens(prompt, prompt), 1)
+        second = prefill.run(first.history + tokens(9, 2), 6)
+        end = (prompt - 1) // B * B
+        exported = unit == B or (prompt - 1) // unit * unit == end or prompt == end + 1
+        if exported:
+            assert second.resumed >= end
+        third = decode.run(second.history + tokens(3, 2), 2 * B)
+        fourth = prefill.run(third.history + tokens(9, 2), 6)
+        assert fourth.resumed == (len(third.history) - 1) // B * B
+    assert decode.runner.checked_bytes > 10_000
+    pair.check_idle()
