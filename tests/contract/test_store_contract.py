@@ -143,7 +143,11 @@ class TestVisibility:
         again = new_publication()
         assert not ranks[0].publish(chain, BOUNDARY, again).visible
         assert ranks[1].publish(chain, BOUNDARY, again).visible
-        assert ranks[0].lookup(chain)[0] == [BOUNDARY]
+        found, lease = ranks[0].lookup(chain)
+        assert found == [BOUNDARY]
+        assert lease
+        ranks[0].store.release([lease], timeout_s=TIMEOUT_S)
+        ranks[0].store.abandon(again, timeout_s=TIMEOUT_S)
 
     @pytest.mark.parametrize("first", [0, 1])
     def test_what_all_ranks_hold_alike_is_stored_once(
@@ -163,6 +167,8 @@ class TestVisibility:
             assert lease
             assert worker.read(lease, chain, BOUNDARY).ok
             assert worker.holds(chain, BOUNDARY)
+            worker.store.release([lease], timeout_s=TIMEOUT_S)
+        ranks[0].store.abandon(publication, timeout_s=TIMEOUT_S)
 
     def test_streamed_attention_counts_at_the_end(self, new_worker: WorkerMaker) -> None:
         worker = new_worker()
