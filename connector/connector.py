@@ -84,10 +84,10 @@ class BackhaulConnector(KVConnectorBase_V1, SupportsHMA):
             )
             self._say_what_cannot_be_shared(vllm_config)
         else:
-            cache_layout(vllm_config, kv_cache_config)  # an engine that does not fit fails here
+            layout = cache_layout(vllm_config, kv_cache_config)  # an unfit engine fails here
             parallel = vllm_config.parallel_config
             rank = parallel.rank % parallel.world_size
-            self._worker = WorkerHalf(options, store, rank, kv_cache_config)
+            self._worker = WorkerHalf(options, store, rank, kv_cache_config, layout)
 
     @staticmethod
     def _say_what_cannot_be_shared(vllm_config: VllmConfig) -> None:

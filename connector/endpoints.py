@@ -64,11 +64,15 @@ def parse_hints(params: object, prompt_tokens: int) -> RequestHints:
 
 
 class PromptEnds(msgspec.Struct, frozen=True, kw_only=True):
-    """Boundaries inside a prompt at which this engine takes a checkpoint (0: none)."""
+    """Boundaries inside a prompt at which this engine takes a checkpoint (0: none).
+
+    ``junction`` is vLLM's own position of ``shared_prefix`` where that lies inside a block.
+    """
 
     input_end: int = 0
     prompt_end: int = 0
     shared_prefix: int = 0
+    junction: int = 0
 
     def kinds_at(self, boundary: int) -> tuple[CheckpointKind, ...]:
         """Logical ends that materialise at ``boundary``."""
@@ -81,8 +85,15 @@ class PromptEnds(msgspec.Struct, frozen=True, kw_only=True):
 
     def stops_after(self, position: int) -> list[int]:
         """Chunk ends to force above ``position``, ascending. P_end needs none: vLLM ends a chunk
-        there by itself."""
-        return sorted({end for end in (self.input_end, self.shared_prefix) if end > position})
+        there by itself. A junction inside a block is handed on as it is: vLLM ends the chunk at
+        the block's start, or right there where it can keep such a state."""
+        junction = self.junction or self.shared_prefix
+        return sorted({end for end in (self.input_end, junction) if end > position})
+
+    def kept_with(self, boundary: int) -> int:
+        """What to name to vLLM so that it keeps the state at ``boundary``: that position, or the
+        junction inside the block that begins there, which keeps both."""
+        return self.junction or boundary if self.shared_prefix == boundary else boundary
 
 
 def prompt_ends(
@@ -93,6 +104,7 @@ def prompt_ends(
     junction: int,
     grid: int,
     carries_prompt: bool,
+    drops_block: bool = False,
 ) -> PromptEnds:
     """Ends of one prompt under a policy.
 
@@ -101,6 +113,8 @@ def prompt_ends(
         junction: vLLM's shared-prefix boundary in tokens; 0 where it saw none.
         grid: the boundary grid B in tokens.
         carries_prompt: no other connector hands this prompt's cache over.
+        drops_block: an EAGLE group gives up its last matched block, so vLLM ends the chunk one
+            block below the last full one.
     """
     policy = options.policy
     wants_input = wants_input_end(policy) and u_end is not None
@@ -109,14 +123,22 @@ def prompt_ends(
         wants_prompt = carries_prompt or policy is Policy.MAIN_SPARSE
     return PromptEnds(
         input_end=(u_end or 0) // grid * grid if wants_input else 0,
-        prompt_end=max(prompt_tokens - 1, 0) // grid * grid if wants_prompt else 0,
+        prompt_end=_prompt_end(prompt_tokens, grid, drops_block) if wants_prompt else 0,
         shared_prefix=junction // grid * grid,
+        junction=junction if junction % grid else 0,
     )
 
 
 def wants_input_end(policy: Policy) -> bool:
     """Whether a policy publishes U_end."""
     return policy in (Policy.INPUT_END, Policy.BOTH)
+
+
+def _prompt_end(tokens: int, grid: int, drops_block: bool) -> int:
+    """Where vLLM keeps a prompt's last recurrent state."""
+    if drops_block:
+        return max(tokens // grid - 1, 0) * grid
+    return max(tokens - 1, 0) // grid * grid
 
 
 def wants_decode_end(policy: Policy) -> bool:

@@ -32,6 +32,8 @@ class EngineFacts:
         engine_id: vLLM's id of this engine; names the producer of checkpoints.
         num_blocks: KV blocks per rank.
         object_bytes: group index -> bytes of one block of the group on one rank.
+        drops_block: vLLM keeps a prompt's last recurrent state one block lower, because an EAGLE
+            group gives up its last matched block.
     """
 
     layout: CacheLayout
@@ -39,12 +41,14 @@ class EngineFacts:
     engine_id: str
     num_blocks: int
     object_bytes: dict[int, int]
+    drops_block: bool = False
 
 
 def engine_facts(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
     """Read the facts. Raises ``UnsupportedError`` where the engine cannot take part."""
     layout = cache_layout(vllm_config, kv_cache_config)
     groups = kv_cache_config.kv_cache_groups
+    speculative = vllm_config.speculative_config
     return EngineFacts(
         layout=layout,
         domain=cache_domain(vllm_config, kv_cache_config, layout),
@@ -54,6 +58,9 @@ def engine_facts(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
             group.index: sum(s.real_page_size_bytes for s in _layer_specs(groups[group.index]))
             for group in layout.groups
         },
+        drops_block=bool(
+            layout.has_recurrent and speculative and speculative.use_eagle_block_drop()
+        ),
     )
 
 
@@ -67,8 +74,10 @@ def cache_layout(vllm_config: Any, kv_cache_config: Any) -> CacheLayout:
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             raise UnsupportedError(f"{name}={getattr(parallel, name)} is not supported; use 1")
+    tensor = parallel.tensor_parallel_size
     groups = tuple(
-        _group_layout(index, group) for index, group in enumerate(kv_cache_config.kv_cache_groups)
+        _group_layout(index, group, tensor)
+        for index, group in enumerate(kv_cache_config.kv_cache_groups)
     )
     outside = set(range(len(groups))) - set(kv_cache_config.prefix_cacheable_group_ids)
     if outside:
@@ -102,13 +111,18 @@ def _layer_specs(group: Any) -> list[Any]:
     return [spec] * len(group.layer_names)
 
 
-def _group_layout(index: int, group: Any) -> GroupLayout:
+def _group_layout(index: int, group: Any, tensor: int) -> GroupLayout:
     from vllm.v1 import kv_cache_interface as kv
 
     layers = _layer_specs(group)
     if not layers:
         raise UnsupportedError(f"KV cache group {index} has no layer")
     spec, window = layers[0], 0
+    # Every tensor-parallel rank computes these in full: one latent for all heads, or a state that
+    # is declared so.
+    replicated = all(
+        type(one) is kv.MLAAttentionSpec or getattr(one, "tp_replicated", False) for one in layers
+    )
     if isinstance(spec, kv.MambaSpec):
         kind = GroupKind.RECURRENT
         if spec.mamba_cache_mode != "align":
@@ -118,6 +132,8 @@ def _group_layout(index: int, group: Any) -> GroupLayout:
             )
     elif isinstance(spec, kv.SlidingWindowSpec):
         kind, window = GroupKind.WINDOW, spec.sliding_window
+    elif isinstance(spec, kv.ChunkedLocalAttentionSpec):
+        kind, window = GroupKind.CHUNK, spec.attention_chunk_size
     elif isinstance(spec, kv.FullAttentionSpec) and not isinstance(
         spec, (kv.SinkFullAttentionSpec, kv.RSWASpec)
     ):
@@ -125,7 +141,7 @@ def _group_layout(index: int, group: Any) -> GroupLayout:
     else:
         raise UnsupportedError(
             f"KV cache group {index} is a {type(spec).__name__}; supported are full attention, "
-            "MLA, sliding-window and recurrent (align mode) groups"
+            "MLA, sliding-window, chunked-local and recurrent (align mode) groups"
         )
     return GroupLayout(
         index=index,
@@ -137,6 +153,7 @@ def _group_layout(index: int, group: Any) -> GroupLayout:
         layers=len(layers),
         members=digest(list(group.layer_names)),
         interior=_interiors(layers),
+        copies=tensor if replicated else 1,
     )
 
 

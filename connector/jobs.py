@@ -18,7 +18,8 @@ from backhaul.protocols.checkpoint import Reason
 class BlockHolds:
     """References on KV blocks, bounded by ``limit`` distinct blocks.
 
-    ``pool`` is vLLM's ``BlockPool``; only ``blocks``, ``touch`` and ``free_blocks`` are used.
+    ``pool`` is vLLM's ``BlockPool``; only ``blocks`` (and their
+    ``block_hash_num_tokens``), ``touch`` and ``free_blocks`` are used.
     """
 
     def __init__(self, limit: int) -> None:
@@ -34,6 +35,11 @@ class BlockHolds:
     def held(self) -> int:
         """Distinct blocks held now."""
         return len(self._held)
+
+    def cached_tokens(self, block_id: int) -> int | None:
+        """Tokens of the prefix that vLLM caches the block under; None where it does not."""
+        tokens: int | None = self._pool.blocks[block_id].block_hash_num_tokens
+        return tokens
 
     def take(self, block_ids: Iterable[int], *, force: bool = False) -> bool:
         """Hold blocks, all or none. False where the limit would be passed (unless ``force``).

@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from backhaul.connector.catalog import Catalog
 from backhaul.connector.endpoints import decode_end, wants_decode_end
@@ -127,23 +128,44 @@ class Publisher:
     def on_scheduled(self, tracked: TrackedRequest, tokens: int, table: BlockTable) -> None:
         """A step computes ``tokens`` more tokens of the request; ``table`` already covers them."""
         request = tracked.request
-        start = request.num_computed_tokens
+        start, end = request.num_computed_tokens, request.num_computed_tokens + tokens
         if tracked.pins:
             self.confirm(tracked, start - request.num_in_flight_tokens, table)
+        passes = tokens > self._grid  # more boundaries in one step than states it leaves behind
+        for pin in tracked.pins.values() if passes else ():
+            pin.passable |= not pin.confirmed and start < pin.boundary < end
         # The position that this step starts from is one too: decode begins with a state that was
         # handed over, and a local hit may lie on an end that the store lacks.
-        for boundary in sorted({start, (start + tokens) // self._grid * self._grid}):
+        for boundary in sorted({start, end // self._grid * self._grid}):
             if boundary % self._grid or boundary < max(start, 1):
                 continue
+            inside = start < boundary < end
+            if inside and self._is_prefill(request) and not self._is_kept(boundary, table):
+                continue  # a chunk leaves its state at its own end only
             kinds = () if boundary in tracked.sent else tracked.ends.kinds_at(boundary)
             if kinds or self._may_be_decode_end(tracked, boundary):
-                self._pin(tracked, boundary, kinds, table)
+                self._pin(tracked, boundary, kinds, table, passable=inside and passes)
 
-    def confirm(self, tracked: TrackedRequest, committed: int, table: BlockTable) -> None:
-        """``committed`` tokens are final: publish prompt ends, keep the deepest decode position."""
-        ready = sorted(b for b, p in tracked.pins.items() if not p.confirmed and b <= committed)
+    def confirm(
+        self,
+        tracked: TrackedRequest,
+        committed: int,
+        table: BlockTable,
+        *,
+        limit: int | None = None,
+    ) -> None:
+        """``committed`` tokens are final: publish prompt ends, keep the deepest decode position.
+
+        Pins above ``limit`` stay as they are: a speculative step that ends the request may have
+        accepted tokens beyond its end.
+        """
+        limit = committed if limit is None else limit
+        ready = sorted(b for b, p in tracked.pins.items() if not p.confirmed and b <= limit)
         for boundary in ready:
             pin = tracked.pins[boundary]
+            if pin.passable and boundary != committed // self._grid * self._grid:
+                self._unpin(tracked, boundary)
+                continue
             pin.confirmed = True
             if pin.kinds:
                 tracked.sent.add(boundary)
@@ -166,7 +188,8 @@ class Publisher:
     ) -> bool:
         """The request ended with ``committed`` computed tokens. Sends D_end if ``publish``.
         Returns whether a D_end publication was dispatched."""
-        self.confirm(tracked, committed, table)
+        limit = min(committed, max(tracked.request.num_tokens - 1, 0))
+        self.confirm(tracked, committed, table, limit=limit)
         sent = False
         if publish and wants_decode_end(self._options.policy):
             end = decode_end(
@@ -242,12 +265,30 @@ class Publisher:
         self._presence.missed()
         return False
 
+    @staticmethod
+    def _is_prefill(request: Any) -> bool:
+        """The step recomputes known tokens: a prompt, or the output of a preempted request."""
+        known = max(request.num_prompt_tokens, request.num_tokens - 1)
+        return bool(request.num_computed_tokens < known)
+
+    def _is_kept(self, boundary: int, table: BlockTable) -> bool:
+        """A prefill chunk that goes past ``boundary`` leaves the state there all the same: some
+        kernels export it, and vLLM then caches the block under that very prefix."""
+        return all(
+            (block := next(iter(table[group.index][boundary // group.block_tokens - 1 :]), 0))
+            and self._holds.cached_tokens(block) == boundary
+            for group in self._layout.groups
+            if group.kind is GroupKind.RECURRENT
+        )
+
     def _pin(
         self,
         tracked: TrackedRequest,
         boundary: int,
         kinds: tuple[CheckpointKind, ...],
         table: BlockTable,
+        *,
+        passable: bool = False,
     ) -> None:
         blocks: dict[int, tuple[tuple[int, int], ...]] = {}
         for group in self._layout.groups:
@@ -261,7 +302,7 @@ class Publisher:
                 self._stats.count("publication_failures", Reason.STATE_MISSING)
                 return
             blocks[group.index] = pairs
-        pin = Pin(boundary, blocks, kinds)
+        pin = Pin(boundary, blocks, kinds, passable=passable)
         if (old := tracked.pins.get(boundary)) is not None:
             if old.blocks == blocks:
                 return

@@ -21,6 +21,7 @@ from backhaul.connector.endpoints import (
 from backhaul.connector.engine import EngineFacts
 from backhaul.connector.events import KvEvents
 from backhaul.connector.jobs import BlockHolds, JobBook
+from backhaul.connector.junction import bind_junction_bound
 from backhaul.connector.messages import StepMetadata, WorkerReport
 from backhaul.connector.outcome import (
     Answered,
@@ -127,7 +128,7 @@ class SchedulerHalf:
     # -- vLLM's hooks, in the order of a request's life ---------------------------------------
 
     def bind(self, manager: Any) -> None:
-        """vLLM made its KVCacheManager.
+        """vLLM made its KVCacheManager: bound its junctions, follow its cache resets.
 
         A reset of the prefix cache fails while any block is referenced, and vLLM tells the
         connector only afterwards; so the pins are given back when the reset begins.
@@ -143,6 +144,7 @@ class SchedulerHalf:
             return reset()
 
         manager.reset_prefix_cache = reset_prefix_cache
+        bind_junction_bound(manager)
 
     def on_new_request(self, request: Any) -> None:
         """A request arrived; its lookup begins now, before a slot is free for it."""
@@ -311,6 +313,7 @@ class SchedulerHalf:
             junction=junction,
             grid=self._facts.layout.boundary_tokens,
             carries_prompt=tracked.carries_prompt and publishes,
+            drops_block=self._facts.drops_block,
         )
         if not self._facts.layout.has_recurrent:
             tracked.stops = []
@@ -320,25 +323,25 @@ class SchedulerHalf:
             request.shared_prefix_boundary = tracked.stops[0]
         elif boundary:
             # Makes vLLM keep the loaded state in its own prefix cache.
-            request.shared_prefix_boundary = boundary
+            request.shared_prefix_boundary = tracked.ends.kept_with(boundary)
 
     def _on_scheduled(self, tracked: TrackedRequest, tokens: int, state: Any) -> None:
         request = tracked.request
         if tracked.outcome is None:
             self._settle(tracked)
         end = request.num_computed_tokens + tokens
-        if tracked.stops and end >= tracked.stops[0]:
-            if end == tracked.stops[0]:
-                if end not in tracked.forced:  # again after a preemption
-                    tracked.forced.append(end)
-                kind = primary_kind(tracked.ends.kinds_at(end))
+        grid = self._facts.layout.boundary_tokens
+        if tracked.stops and end >= (floor := tracked.stops[0] // grid * grid):
+            if end in (floor, tracked.stops[0]):
+                if floor not in tracked.forced:  # again after a preemption
+                    tracked.forced.append(floor)
+                kind = primary_kind(tracked.ends.kinds_at(floor))
                 self._stats.count("forced_chunk_ends", kind)
             tracked.stops = [stop for stop in tracked.stops if stop > end]
             if tracked.stops:
                 request.shared_prefix_boundary = tracked.stops[0]
         if not self._publishes_of(tracked):
             return
-        grid = self._facts.layout.boundary_tokens
         start = request.num_computed_tokens
         if tracked.pins or end // grid > start // grid or (start and start % grid == 0):
             self._publisher.on_scheduled(tracked, tokens, state.get_block_ids(tracked.request_id))

@@ -114,12 +114,35 @@ SURFACES: tuple[Surface, ...] = (
         _parameters("hash_bytes"),
     ),
     Surface(
+        "vllm.v1.core.kv_cache_utils", "KVCacheBlock.block_hash_num_tokens",
+        "prefix that a block is cached under", lambda item: isinstance(item, property),
+    ),
+    Surface(
+        "vllm.config", "SpeculativeConfig.use_eagle_block_drop", "EAGLE block drop", _parameters()
+    ),
+    Surface(
         "vllm.v1.core.kv_cache_manager", "KVCacheManager.free", "freeing a failed load",
         _parameters("request"),
     ),
     Surface(
         "vllm.v1.core.kv_cache_manager", "KVCacheManager.reset_prefix_cache", "cache reset",
         _parameters(),
+    ),
+    Surface(
+        "vllm.v1.core.kv_cache_manager", "KVCacheManager.get_computed_blocks",
+        "where the junction candidate is taken from",
+        _in_order("self.coordinator.find_longest_cache_hit(", "shared_prefix_boundary = ("),
+    ),
+    Surface(
+        "vllm.v1.core.kv_cache_coordinator", "HybridKVCacheCoordinator.find_longest_cache_hit",
+        "the junction candidate",
+        _source_has(
+            "block_hashes", "max_cache_hit_length", "                self.attention_groups\n",
+            "return cache_hit_blocks, hit_length, num_uncached_common_prefix_tokens",
+        ),
+    ),
+    Surface(
+        "vllm.v1.core.kv_cache_coordinator", "SpecGroup", "groups by kind", _source_has("spec: ")
     ),
     Surface(
         "vllm.v1.core.kv_cache_manager", "KVCacheBlocks.get_block_ids", "block ids", _parameters()

@@ -22,12 +22,14 @@ class Pin:
             would drop: states and windows. Full attention stays in the request's own table.
         kinds: prompt ends that materialise here; empty for a decode position.
         confirmed: the step that writes the blocks has been processed: the bytes are final.
+        passable: a step of many draft tokens may go past the boundary and leave no state there.
     """
 
     boundary: int
     blocks: dict[int, tuple[tuple[int, int], ...]]
     kinds: tuple[CheckpointKind, ...] = ()
     confirmed: bool = False
+    passable: bool = False
 
     @property
     def block_ids(self) -> list[int]:

@@ -21,6 +21,7 @@ from backhaul.connector.regions import GroupRegions, memory_regions
 from backhaul.protocols.checkpoint import ObjectKey, Reason
 from backhaul.protocols.domain import DomainRecord
 from backhaul.protocols.errors import StoreError, StoreFull, StoreRejected, StoreUnavailable
+from backhaul.protocols.layout import CacheLayout
 from backhaul.protocols.options import Options
 from backhaul.transfer.base import (
     GrantStatus,
@@ -41,10 +42,13 @@ _BUSY_BACKOFF_S = (0.002, 0.1)
 class WorkerHalf:
     """One per rank. ``submit`` and ``drain`` are called from the model thread and never block."""
 
-    def __init__(self, options: Options, store: Store, rank: int, kv_cache_config: Any) -> None:
+    def __init__(
+        self, options: Options, store: Store, rank: int, kv_cache_config: Any, layout: CacheLayout
+    ) -> None:
         self._options = options
         self._store = store
         self._rank = rank
+        self._owners = {group.index: group.owner(rank) for group in layout.groups}
         self._kv_cache_config = kv_cache_config
         self._groups: dict[int, GroupRegions] = {}
         self._event: Callable[[], Any] | None = None
@@ -167,7 +171,9 @@ class WorkerHalf:
     def _publish(self, job: PublishJob) -> TransferResult:
         """reserve -> write -> commit until nothing is missing or the time is up."""
         deadline = time.monotonic() + self._options.publish_timeout_s
-        todo = {self._key(block): block for block in job.blocks}
+        # What another rank holds as well is sent by the first of them only.
+        own = (block for block in job.blocks if self._owners[block.group] == self._rank)
+        todo = {self._key(block): block for block in own}
         sent = 0
         pause = _BUSY_BACKOFF_S[0]
         while True:
@@ -219,7 +225,7 @@ class WorkerHalf:
         return self._store.write(items, timeout_s=left), busy
 
     def _key(self, block: BlockRef) -> ObjectKey:
-        return ObjectKey(self._rank, block.group, block.block_hash)
+        return ObjectKey(self._owners[block.group], block.group, block.block_hash)
 
 
 _NOTHING: tuple[Written, ...] = ()

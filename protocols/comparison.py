@@ -63,6 +63,7 @@ FOLLOWS: Mapping[str, tuple[str, ...]] = {
         "speculative_tokens", "layout.groups.block_tokens", "layout.groups.interior",
         "layout.groups",
     ),
+    "layout.groups.copies": ("model", "tensor_parallel", "layout.groups"),
     "layout.groups.kind": ("model", "layout.groups"),
     "layout.groups.index": ("layout.groups",),
     "layout.groups.window_tokens": ("model", "layout.groups"),

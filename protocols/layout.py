@@ -7,15 +7,16 @@ Token positions and block indices of one group with block size ``s``::
     state kept   after s      after 2s     after 3s     (recurrent groups)
 
 A checkpoint at boundary ``b`` (a multiple of every group's ``s``) needs, of each group: all blocks
-below ``b`` (full attention), the blocks that the window ending at ``b`` still reads (sliding
-window), or the one block whose state was taken after exactly ``b`` tokens (recurrent).
+below ``b`` (full attention and MLA), the blocks that the window ending at ``b`` still reads
+(sliding window), those of the chunk that ``b`` lies in (chunked local attention; none where ``b``
+begins a chunk), or the one block whose state was taken after exactly ``b`` tokens (recurrent).
 """
 
 from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -27,6 +28,7 @@ class GroupKind(enum.StrEnum):
 
     FULL = "full_attention"
     WINDOW = "sliding_window"
+    CHUNK = "chunked_local"
     RECURRENT = "recurrent"
 
 
@@ -37,12 +39,14 @@ class GroupLayout(msgspec.Struct, frozen=True, kw_only=True):
         index: position in vLLM's list of groups; part of every object's key.
         kind: what the group holds.
         block_tokens: tokens per block.
-        window_tokens: tokens that a sliding window reads, the current one included; 0 otherwise.
+        window_tokens: tokens that a sliding window reads, the current one included, or tokens of
+            a chunk of local attention; 0 otherwise.
         page_bytes: bytes of one block of one layer, unpadded; part of the cache domain.
         draft: whether its layers belong to the model that drafts.
         layers: number of layers; an object holds one page of each.
         members: digest of the layers' names in their order, which is the order inside an object.
         interior: what a page consists of (heads, sizes, state shapes), as people read it.
+        copies: consecutive ranks that hold the same bytes; the first of them stores them for all.
     """
 
     index: int
@@ -54,6 +58,11 @@ class GroupLayout(msgspec.Struct, frozen=True, kw_only=True):
     layers: int = 0
     members: str = ""
     interior: str = ""
+    copies: int = 1
+
+    def owner(self, rank: int) -> int:
+        """The rank whose shard of this group ``rank`` holds, too: part of every object's key."""
+        return rank // self.copies * self.copies
 
 
 class CacheLayout(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,6 +86,17 @@ class CacheLayout(msgspec.Struct, frozen=True, kw_only=True):
                 f"ranks={self.ranks}, hash_tokens={self.hash_tokens}: both must be at least 1"
             )
         for group in self.groups:
+            if group.copies < 1 or self.ranks % group.copies:
+                raise UnsupportedError(
+                    f"group {group.index} is said to lie in {group.copies} copies over "
+                    f"{self.ranks} ranks; the ranks must be a multiple of the copies"
+                )
+            windowed = group.kind in (GroupKind.WINDOW, GroupKind.CHUNK)
+            if windowed is not (group.window_tokens > 0):
+                raise UnsupportedError(
+                    f"group {group.index} ({group.kind}) has a window of {group.window_tokens} "
+                    "tokens; sliding-window and chunked groups need one, others have none"
+                )
             if group.block_tokens < 1 or group.block_tokens % self.hash_tokens:
                 raise UnsupportedError(
                     f"group {group.index} has blocks of {group.block_tokens} tokens, not a "
@@ -105,6 +125,9 @@ def required_blocks(group: GroupLayout, boundary: int) -> range:
         return range(end)
     if group.kind is GroupKind.RECURRENT:
         return range(max(end - 1, 0), end)
+    if group.kind is GroupKind.CHUNK:
+        chunk = boundary // group.window_tokens * group.window_tokens
+        return range(min(chunk // group.block_tokens, end), end)
     # The token at position `boundary` reads the window_tokens - 1 tokens before it, as vLLM's
     # SlidingWindowManager counts them.
     contiguous = math.ceil(max(group.window_tokens - 1, 0) / group.block_tokens)
@@ -134,6 +157,32 @@ def checkpoint_objects(
         raise ValueError(
             f"{len(hashes)} hashes of {layout.hash_tokens} tokens end before boundary {boundary}"
         )
+    return _objects(layout, boundary, hashes)
+
+
+def joint_hit(
+    layout: CacheLayout,
+    hashes: Sequence[bytes],
+    present: Callable[[int, bytes], bool],
+    limit_tokens: int,
+) -> int:
+    """The deepest boundary at or below ``limit_tokens`` of which every object is ``present`` (asked
+    with group index and block hash); 0 where there is none.
+
+    Equal to what vLLM's coordinator finds over the same blocks, but for EAGLE groups (vLLM gives up
+    their last matched block), hits inside a block, and windows of one token; see docs/groups.md.
+    """
+    boundary = layout.floor_boundary(min(limit_tokens, len(hashes) * layout.hash_tokens))
+    while boundary and not all(
+        present(group, name) for group, name in _objects(layout, boundary, hashes)
+    ):
+        boundary -= layout.boundary_tokens
+    return boundary
+
+
+def _objects(
+    layout: CacheLayout, boundary: int, hashes: Sequence[bytes]
+) -> list[tuple[int, bytes]]:
     return [
         (group.index, hashes[block_hash_index(group, block, layout.hash_tokens)])
         for group in layout.groups

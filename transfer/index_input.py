@@ -77,7 +77,8 @@ def check_commit(domain: Domain, rank: int, written: Sequence[Written]) -> None:
 
 
 def required_keys(domain: Domain, rank: int, manifest: CheckpointManifest) -> list[ObjectKey]:
-    """Check a manifest; answers the objects of ``rank`` that it needs."""
+    """Check a manifest; answers the objects that it needs of ``rank``: of groups that lie on
+    several ranks alike only the first of those stores them."""
     layout = domain.record.layout
     check_boundary(domain, manifest.boundary)
     if len(manifest.hashes) * layout.hash_tokens != manifest.boundary:
@@ -100,7 +101,8 @@ def required_keys(domain: Domain, rank: int, manifest: CheckpointManifest) -> li
     pairs = checkpoint_objects(layout, manifest.boundary, manifest.hashes)
     if not pairs:
         raise StoreRejected(f"a checkpoint of domain {domain.id} consists of no object")
-    return [ObjectKey(rank, group, block_hash) for group, block_hash in pairs]
+    own = {group.index for group in layout.groups if group.owner(rank) == rank}
+    return [ObjectKey(rank, group, block_hash) for group, block_hash in pairs if group in own]
 
 
 def key_name(key: ObjectKey) -> str:

@@ -64,11 +64,16 @@ def object_size(group: int) -> int:
     return PAGE_BYTES[group] * PAGES[group]
 
 
-def make_domain(ranks: int = 1) -> DomainRecord:
-    """A domain that no other test uses."""
+def make_domain(ranks: int = 1, *, shared_attention: bool = False) -> DomainRecord:
+    """A domain that no other test uses. ``shared_attention``: all ranks hold the same of it."""
     layout = CacheLayout(
         groups=(
-            GroupLayout(index=ATTENTION, kind=GroupKind.FULL, block_tokens=16),
+            GroupLayout(
+                index=ATTENTION,
+                kind=GroupKind.FULL,
+                block_tokens=16,
+                copies=ranks if shared_attention else 1,
+            ),
             GroupLayout(index=STATE, kind=GroupKind.RECURRENT, block_tokens=32),
         ),
         hash_tokens=HASH_TOKENS,
@@ -160,8 +165,12 @@ class Worker:
         self.domain_id: DomainId = self.store.open_domain(self.domain, timeout_s=TIMEOUT_S)
 
     def keys(self, chain: Sequence[bytes], boundary: int) -> list[ObjectKey]:
-        objects = checkpoint_objects(self.domain.layout, boundary, chain)
-        return [ObjectKey(self.rank, group, block_hash) for group, block_hash in objects]
+        """What this rank loads of a checkpoint."""
+        layout = self.domain.layout
+        return [
+            ObjectKey(layout.groups[group].owner(self.rank), group, block_hash)
+            for group, block_hash in checkpoint_objects(layout, boundary, chain)
+        ]
 
     def reserve(self, publication: PublicationId, keys: Sequence[ObjectKey]) -> list[Grant]:
         wants = [(key, object_size(key.group)) for key in keys]
@@ -199,7 +208,8 @@ class Worker:
     ) -> CommitResult:
         """All of one rank's part; ends the publication unless it was named by the caller."""
         name = publication or new_publication()
-        grants = self.reserve(name, self.keys(chain, boundary))
+        own = [key for key in self.keys(chain, boundary) if key.rank == self.rank]
+        grants = self.reserve(name, own)
         assert all(g.status in (GrantStatus.GRANTED, GrantStatus.PRESENT) for g in grants), grants
         result = self.write(grants)
         assert result.ok, result

@@ -169,6 +169,46 @@ class TestVisibility:
             assert worker.read(lease, chain, BOUNDARY).ok
             assert worker.holds(chain, BOUNDARY)
 
+    def test_a_rank_that_dies_midway_leaves_nothing_visible(self, new_worker: WorkerMaker) -> None:
+        domain = make_domain(ranks=2)
+        ranks = [new_worker(domain, rank) for rank in (0, 1)]
+        chain, publication = hash_chain("a", BOUNDARY), new_publication()
+        assert not ranks[0].publish(chain, BOUNDARY, publication).visible
+        ranks[1].write(ranks[1].reserve(publication, ranks[1].keys(chain, BOUNDARY)))  # and gone
+        assert ranks[0].lookup(chain) == ([], None)
+        assert eventually(lambda: ranks[0].store.stats(timeout_s=TIMEOUT_S).publications == 0)
+        assert ranks[0].lookup(chain) == ([], None)
+        # Another engine starts over; the first rank's objects do not stand in for its own part.
+        again = new_publication()
+        assert not ranks[0].publish(chain, BOUNDARY, again).visible
+        assert ranks[1].publish(chain, BOUNDARY, again).visible
+        found, lease = ranks[0].lookup(chain)
+        assert found == [BOUNDARY]
+        assert lease
+        ranks[0].store.release([lease], timeout_s=TIMEOUT_S)
+        ranks[0].store.abandon(again, timeout_s=TIMEOUT_S)
+
+    @pytest.mark.parametrize("first", [0, 1])
+    def test_what_all_ranks_hold_alike_is_stored_once(
+        self, new_worker: WorkerMaker, first: int
+    ) -> None:
+        domain = make_domain(ranks=2, shared_attention=True)
+        ranks = [new_worker(domain, rank) for rank in (0, 1)]
+        chain, publication = hash_chain("a", BOUNDARY), new_publication()
+        assert not ranks[first].publish(chain, BOUNDARY, publication).visible
+        assert ranks[0].lookup(chain) == ([], None)
+        assert ranks[1 - first].publish(chain, BOUNDARY, publication).visible
+        (info,) = ranks[0].store.list_checkpoints(timeout_s=TIMEOUT_S, domain=domain.domain_id)
+        assert info.attention_bytes == 2 * object_size(ATTENTION), "one rank's"
+        assert info.state_bytes == 2 * object_size(STATE), "both ranks'"
+        for worker in ranks:
+            _, lease = worker.lookup(chain)
+            assert lease
+            assert worker.read(lease, chain, BOUNDARY).ok
+            assert worker.holds(chain, BOUNDARY)
+            worker.store.release([lease], timeout_s=TIMEOUT_S)
+        ranks[0].store.abandon(publication, timeout_s=TIMEOUT_S)
+
     def test_streamed_attention_counts_at_the_end(self, new_worker: WorkerMaker) -> None:
         worker = new_worker()
         chain, publication = hash_chain("a", 2 * BOUNDARY), new_publication()

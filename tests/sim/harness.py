@@ -9,6 +9,7 @@ copies but computes with :mod:`sim_model`.
 from __future__ import annotations
 
 import json
+import random
 import tempfile
 import time
 from collections import Counter, deque
@@ -31,11 +32,13 @@ from vllm.config import (
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
+    SpeculativeConfig,
     VllmConfig,
 )
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.model_executor.layers.mamba.checkpoint import compute_mamba_prefill_checkpoints
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import (
@@ -47,13 +50,15 @@ from vllm.v1.core.kv_cache_utils import (
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     MambaSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
 )
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.utils import allocate_kv_cache
@@ -74,12 +79,21 @@ _names = count(1)
 
 @dataclass(frozen=True)
 class Group:
-    """One KV cache group. ``window`` and ``recurrent`` exclude each other; neither: full."""
+    """One KV cache group: at most one of ``recurrent``, ``window``, ``chunk``; none: full.
+
+    ``draft`` marks an EAGLE/MTP group, ``wide`` another spec of the same page size, ``latent`` MLA,
+    ``exports`` recurrent kernels that write a state from the middle of a prompt's last chunk.
+    """
 
     layers: int = 1
     recurrent: bool = False
+    exports: bool = False
     window: int = 0
+    chunk: int = 0
     block: int = BLOCK
+    draft: bool = False
+    wide: bool = False
+    latent: bool = False
 
 
 FULL = Group(layers=2)
@@ -122,8 +136,10 @@ def _model_config() -> ModelConfig:
     )
 
 
-def _spec(group: Group) -> Any:
-    page = group.block * _KV_BYTES
+def make_spec(group: Group, drafts: int = 0, page_tokens: int = 0) -> Any:
+    """vLLM's spec of a group. ``drafts``: speculative tokens; states are padded to the page of
+    ``page_tokens`` tokens."""
+    page = (page_tokens or group.block) * _KV_BYTES
     if group.recurrent:
         return MambaSpec(
             block_size=group.block,
@@ -131,13 +147,20 @@ def _spec(group: Group) -> Any:
             dtypes=(torch.bfloat16, torch.float32),
             page_size_padded=page,
             mamba_cache_mode="align",
+            num_speculative_blocks=drafts,
+            num_prefill_checkpoint_blocks=int(group.exports),
+            prefill_checkpoint_alignment=1 if group.exports else None,
         )
-    attention = {
+    attention: dict[str, Any] = {
         "block_size": group.block,
         "num_kv_heads": 1,
-        "head_size": 8,
-        "dtype": torch.bfloat16,
+        "head_size": 4 if group.wide else 8,
+        "dtype": torch.float32 if group.wide else torch.bfloat16,
     }
+    if group.latent:
+        return MLAAttentionSpec(**attention | {"head_size": 16})
+    if group.chunk:
+        return ChunkedLocalAttentionSpec(**attention, attention_chunk_size=group.chunk)
     if group.window:
         return SlidingWindowSpec(**attention, sliding_window=group.window)
     return FullAttentionSpec(**attention)
@@ -151,7 +174,11 @@ class KvMemory:
         self.tensors = allocate_kv_cache(config, torch.device("cpu"), layout)
         self.groups = [
             [
-                (f"{name}.{rank}", self.tensors[name].view(torch.uint8).numpy())
+                # Every rank computes the same latent.
+                (
+                    name if isinstance(group.kv_cache_spec, MLAAttentionSpec) else f"{name}.{rank}",
+                    self.tensors[name].view(torch.uint8).numpy(),
+                )
                 for name in group.layer_names
             ]
             for group in config.kv_cache_groups
@@ -211,6 +238,25 @@ class _RunnerRequest:
     prefix: Prefix
     stop_at: int
     tables: list[list[int]]
+    computed: int = 0
+    """Tokens whose output is known to be right; with drafts the scheduler may be ahead of it."""
+    accepted: int = 1
+    """Tokens that the last step sampled: the running state lies that many columns, less one,
+    behind the running block."""
+    drafts: list[int] = field(default_factory=list)
+
+
+@dataclass
+class _Query:
+    """One request's pass: tokens [start, end), of which those from ``known`` on are drafts."""
+
+    start: int
+    known: int
+    tokens: list[int]
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens)
 
 
 class SimRunner:
@@ -223,6 +269,8 @@ class SimRunner:
         self.violations: list[str] = []
         """Every read of bytes that are not those of the request's own prefix."""
         self.checked_bytes = 0
+        self.accepted_drafts = 0
+        self.rejected_drafts = 0
 
     def execute(self, step: Any) -> ModelRunnerOutput:
         """One step on every rank, in the order of V1's model runner."""
@@ -261,6 +309,7 @@ class SimRunner:
                 Prefix(tokens),
                 self._engine.stop_at.get(new.req_id, 0),
                 [list(ids) for ids in new.block_ids],
+                new.num_computed_tokens,
             )
         cached = step.scheduled_cached_reqs
         for i, name in enumerate(cached.req_ids):
@@ -274,6 +323,9 @@ class SimRunner:
             if known < len(request.tokens) and name in cached.resumed_req_ids:
                 del request.tokens[known:]
                 request.prefix.cut(known)
+            if name in cached.resumed_req_ids:
+                request.computed = cached.num_computed_tokens[i]
+                request.accepted, request.drafts = 1, []
         for name in (
             *step.finished_req_ids,
             *(step.preempted_req_ids or ()),
@@ -285,69 +337,114 @@ class SimRunner:
         computed = {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}
         cached = step.scheduled_cached_reqs
         computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        for name, tokens in step.num_scheduled_tokens.items():
-            self._precopy(name, computed[name], tokens)
-        digests = {
-            name: self._compute(name, computed[name], computed[name] + tokens)
-            for name, tokens in step.num_scheduled_tokens.items()
-        }
-        return [
-            self._sample(name, computed[name] + n, digests[name])
+        queries = {
+            name: self._query(step, name, computed[name], n)
             for name, n in step.num_scheduled_tokens.items()
-        ]
+        }
+        for name, query in queries.items():
+            self._precopy(name, query)
+        chains = {name: self._compute(name, query) for name, query in queries.items()}
+        return [self._sample(name, query, chains[name]) for name, query in queries.items()]
 
-    def _precopy(self, name: str, start: int, tokens: int) -> None:
-        """``mamba_utils.preprocess_mamba``: carry the running state into the last block."""
-        for group, spec in self._engine.recurrent:
-            size = spec.block_size
-            before = self._state_index.get(name, (start - 1) // size)
-            after = (start + tokens - 1) // size
-            if before not in (-1, after):
-                table = self._requests[name].tables[group]
-                for memory in self._engine.memory:
-                    for _, pages in memory.groups[group]:
-                        pages[table[after]] = pages[table[before]]
-        if self._engine.recurrent:
-            size = self._engine.recurrent[0][1].block_size
-            self._state_index[name] = (start + tokens - 1) // size
-
-    def _compute(self, name: str, start: int, end: int) -> list[bytes]:
-        """One request's pass over positions ``start`` ... ``end`` - 1, per rank."""
+    def _query(self, step: Any, name: str, computed: int, tokens: int) -> _Query:
+        """The positions of one request's pass. The scheduler's count may include drafts that were
+        rejected since; the runner corrects it, as V1's does."""
         request = self._requests[name]
-        assert end <= len(request.tokens), f"{name}: {end} of {len(request.tokens)} tokens"
+        scheduled = step.scheduled_spec_decode_tokens.get(name, ())
+        start = computed
+        if self._engine.drafts and request.computed < computed:
+            assert self._engine.asynchronous, f"{name}: {computed} tokens, not {request.computed}"
+            start = request.computed
+        drafts = [token if token >= 0 else 0 for token in scheduled]
+        if self._engine.asynchronous:
+            drafts = (request.drafts + [0] * len(drafts))[: len(drafts)]
+        known = start + tokens - len(drafts)
+        assert known <= len(request.tokens), f"{name}: {known} of {len(request.tokens)} tokens"
+        return _Query(start, known, [*request.tokens[start:known], *drafts])
+
+    def _precopy(self, name: str, query: _Query) -> None:
+        """``mamba_utils.preprocess_mamba``: carry the running state into the running block."""
+        if not self._engine.recurrent:
+            return
+        request = self._requests[name]
+        size = self._engine.recurrent[0][1].block_size
+        before = self._state_index.get(name, (query.start - 1) // size)
+        after = (query.end - 1) // size
+        if before not in (-1, after):
+            self._copy_state(request, before + request.accepted - 1, after)
+            request.accepted = 1
+        self._state_index[name] = after
+
+    def _copy_state(self, request: _RunnerRequest, source: int, target: int) -> None:
+        for group, _ in self._engine.recurrent:
+            table = request.tables[group]
+            for memory in self._engine.memory:
+                for _, pages in memory.groups[group]:
+                    pages[table[target]] = pages[table[source]]
+
+    def _compute(self, name: str, query: _Query) -> list[list[bytes]]:
+        """One request's pass over its query. Per rank: the digest after each query token."""
+        request, start = self._requests[name], query.start
         results = []
         for memory in self._engine.memory:
-            digest = self._found(memory, request, name, start, end)
+            digest = self._found(memory, request, name, query)
             chain = []
-            for token in request.tokens[start:end]:
+            for token in query.tokens:
                 digest = extend(digest, token)
                 chain.append(digest)
+            # The running state, and with drafts one more block for the state after each of them.
             for group, spec in self._engine.recurrent:
-                block = request.tables[group][(end - 1) // spec.block_size]
-                memory.write_state(group, block, digest)
+                column = (query.end - 1) // spec.block_size
+                for i, state in enumerate(chain[query.known - start - 1 :]):
+                    memory.write_state(group, request.tables[group][column + i], state)
+                if spec.num_prefill_checkpoint_blocks and query.known == query.end:
+                    self._export(memory, group, spec, request, query, chain)
             for group, spec in self._engine.attention:
                 size = spec.block_size
                 position = start
-                while position < end:
-                    upto = min((position // size + 1) * size, end)
+                while position < query.end:
+                    upto = min((position // size + 1) * size, query.end)
                     block = request.tables[group][position // size]
                     if block:
                         memory.write_tokens(
                             group, block, position % size, chain[position - start : upto - start]
                         )
                     position = upto
-            results.append(digest)
+            results.append(chain)
         return results
 
-    def _found(
-        self, memory: KvMemory, request: _RunnerRequest, name: str, start: int, end: int
-    ) -> bytes:
-        """The digest of what the cache holds below ``start``."""
+    def _export(
+        self,
+        memory: KvMemory,
+        group: int,
+        spec: MambaSpec,
+        request: _RunnerRequest,
+        query: _Query,
+        chain: list[bytes],
+    ) -> None:
+        """The state at the last hash boundary of a prefill chunk, into the block before its own."""
+        coordinator = self._engine.scheduler.kv_cache_manager.coordinator
+        (offset,), (column,) = compute_mamba_prefill_checkpoints(
+            [query.end],
+            [len(query.tokens)],
+            self._engine.cache.hash_block_size,
+            spec.block_size,
+            spec.prefill_checkpoint_alignment,
+            False,
+            coordinator._cache_hit_alignment_tokens,
+        )
+        if offset and (block := request.tables[group][column]):
+            memory.write_state(group, block, chain[offset - 1])
+
+    def _found(self, memory: KvMemory, request: _RunnerRequest, name: str, query: _Query) -> bytes:
+        """The digest of what the cache holds below the query."""
+        start = query.start
         digest = request.prefix[start]
         if not start:
             return digest
         for group, spec in self._engine.recurrent:
-            block = request.tables[group][(end - 1) // spec.block_size]
+            column = (query.end - 1) // spec.block_size + request.accepted - 1
+            block = request.tables[group][column]
             found = memory.read_state(group, block)
             digest = self._compare(
                 digest, found, memory.expected_state(group, request.prefix[start]),
@@ -356,7 +453,10 @@ class SimRunner:
         for group, spec in self._engine.attention:
             size = spec.block_size
             window = getattr(spec, "sliding_window", None)
+            chunk = getattr(spec, "attention_chunk_size", None)
             first = max(start - window + 1, 0) if window else 0
+            if chunk:
+                first = start // chunk * chunk
             for index in range(first // size, -(-start // size)):
                 low, high = max(index * size, first), min((index + 1) * size, start)
                 block = request.tables[group][index]
@@ -375,18 +475,64 @@ class SimRunner:
         self.violations.append(what)
         return disturb(digest, found)
 
-    def _sample(self, name: str, end: int, digests: Sequence[bytes]) -> list[int]:
+    def _sample(self, name: str, query: _Query, chains: Sequence[list[bytes]]) -> list[int]:
+        """Verify the drafts and sample one token more, then propose the next drafts."""
         request = self._requests[name]
-        if end < len(request.tokens):
-            return []
-        digest = digests[0]
-        for other in digests[1:]:
-            digest = digest if other == digest else disturb(digest, other)
-        produced = len(request.tokens) - request.prompt_tokens
-        token = STOP_TOKEN if produced + 1 == request.stop_at else draw(digest)
-        request.tokens.append(token)
-        request.prefix.extend([token])
-        return [token]
+        sampled: list[int] = []
+        if query.known >= len(request.tokens):
+            drafts = query.tokens[query.known - query.start :]
+            for i in range(len(drafts) + 1):
+                position = query.known + i
+                digest = chains[0][position - query.start - 1]
+                for other in chains[1:]:
+                    found = other[position - query.start - 1]
+                    digest = digest if found == digest else disturb(digest, found)
+                produced = position - request.prompt_tokens
+                stops = produced + 1 == request.stop_at
+                sampled.append(STOP_TOKEN if stops else draw(digest))
+                if i < len(drafts) and drafts[i] != sampled[-1]:
+                    break
+            self.accepted_drafts += len(sampled) - 1
+            self.rejected_drafts += len(drafts) + 1 - len(sampled)
+            request.tokens.extend(sampled)
+            request.prefix.extend(sampled)
+        request.computed = query.known + max(len(sampled) - 1, 0)
+        if self._engine.drafts:
+            self._postprocess(name, query, max(len(sampled), 1))
+            request.drafts = self._propose(request) if sampled else []
+        return sampled
+
+    def _postprocess(self, name: str, query: _Query, accepted: int) -> None:
+        """``mamba_utils.postprocess_mamba_fused_kernel``: put the state of the deepest accepted
+        boundary where prefix caching expects it."""
+        request = self._requests[name]
+        request.accepted = accepted
+        for _, spec in self._engine.recurrent[:1]:
+            boundary = request.computed // spec.block_size * spec.block_size
+            if boundary < query.known:
+                continue
+            source, target = self._state_index[name], boundary // spec.block_size - 1
+            if source != target or boundary != query.known:
+                self._copy_state(request, source + boundary - query.known, target)
+            if source == target:
+                request.accepted = 1
+
+    def _propose(self, request: _RunnerRequest) -> list[int]:
+        """Draft tokens: each the model's own with the engine's chance, else another."""
+        prefix, drafts = request.prefix[len(request.prefix)], []
+        for i in range(self._engine.drafts):
+            produced = len(request.tokens) + i - request.prompt_tokens
+            token = STOP_TOKEN if produced + 1 == request.stop_at else draw(prefix)
+            if self._engine.random.random() >= self._engine.accept:
+                token = token % 900 + 2
+            drafts.append(token)
+            prefix = extend(prefix, token)
+        return drafts
+
+    def drafts_of(self, names: Sequence[str]) -> DraftTokenIds:
+        """What a synchronous engine core takes to the scheduler after a step."""
+        known = [name for name in names if name in self._requests]
+        return DraftTokenIds(known, [list(self._requests[name].drafts) for name in known])
 
 
 def _connector_output(connector: Any, step: Any) -> KVConnectorOutput:
@@ -469,6 +615,10 @@ class SimEngine:
         wrap: Callable[[Store], Store] = lambda store: store,
         sibling: bool = False,
         kv_events: bool = False,
+        drafts: int = 0,
+        method: str = "ngram",
+        accept: float = 0.7,
+        inside_blocks: bool = False,
     ) -> None:
         """
         Args:
@@ -483,6 +633,9 @@ class SimEngine:
             wrap: put around every store that the connector opens.
             kv_events: the user enabled vLLM's KV events.
             sibling: another connector hands prompts over, both inside ``MultiConnector``.
+            drafts: speculative tokens per step, proposed by ``method``.
+            accept: chance of each draft to be the model's own token.
+            inside_blocks: ``--enable-mamba-shared-prefix-checkpoint``, for junctions in a block.
         """
         self.name = name
         self.asynchronous, self.late = asynchronous, late
@@ -496,6 +649,7 @@ class SimEngine:
                 mamba_cache_mode="align" if any(g.recurrent for g in groups) else "none",
                 prefix_cache_retention_interval=retention,
                 prefix_match_unit=unit,
+                enable_mamba_shared_prefix_checkpoint=inside_blocks,
             ),
             scheduler_config=SchedulerConfig(
                 max_num_batched_tokens=budget,
@@ -519,8 +673,20 @@ class SimEngine:
             self.config.kv_events_config = KVEventsConfig(
                 enable_kv_cache_events=True, publisher="null"
             )
+        if drafts:
+            # After VllmConfig's own checks, which want a draft model on disk.
+            speculative = SpeculativeConfig(
+                method="ngram",
+                num_speculative_tokens=drafts,
+                target_model_config=self.config.model_config,
+                target_parallel_config=self.config.parallel_config,
+            )
+            speculative.method = method
+            self.config.speculative_config = speculative
+        self.drafts, self.accept, self.random = drafts, accept, random.Random(drafts)
         self.config.cache_config.kv_cache_layout = layout
         self.config.parallel_config.world_size = ranks
+        self.config.parallel_config.tensor_parallel_size = ranks
         self.cache = _cache_config(self.config, groups, num_blocks)
         self.config.cache_config.num_gpu_blocks = num_blocks
         specs = [group.kv_cache_spec for group in self.cache.kv_cache_groups]
@@ -657,6 +823,10 @@ class SimEngine:
         else:
             step = self.scheduler.schedule()
             self._update(step, self.runner.execute(step))
+            if self.drafts:
+                self.scheduler.update_draft_token_ids(
+                    self.runner.drafts_of(list(step.num_scheduled_tokens))
+                )
         return True
 
     def _step_deep(self) -> None:
@@ -806,8 +976,14 @@ def _with_length(tokens: int) -> ModelConfig:
 
 def _cache_config(config: VllmConfig, groups: Sequence[Group], num_blocks: int) -> KVCacheConfig:
     """Groups laid over one allocation, as vLLM's own planning does it."""
+    drafts = config.num_speculative_tokens
+    largest = max(group.block for group in groups)
     named = [
-        KVCacheGroupSpec([f"group{i}.layer{j}" for j in range(group.layers)], _spec(group))
+        KVCacheGroupSpec(
+            [f"group{i}.layer{j}" for j in range(group.layers)],
+            make_spec(group, drafts, largest),
+            is_eagle_group=group.draft,
+        )
         for i, group in enumerate(groups)
     ]
     config.cache_config.num_gpu_blocks_override = num_blocks
@@ -880,7 +1056,9 @@ def _check_checkpoint(
         regions = GroupRegions([memory.tensors[n] for n in names], engine.cache.num_blocks)
         size = group.block_tokens
         for index in required_blocks(group, info.boundary):
-            key = ObjectKey(memory.rank, group.index, hashes[(index + 1) * size // unit - 1])
+            key = ObjectKey(
+                group.owner(memory.rank), group.index, hashes[(index + 1) * size // unit - 1]
+            )
             memory.zero(1)
             read = store.read(lease, [LoadItem(key, regions.segments(1))], verify=True, timeout_s=5)
             assert read.ok, f"{key} of the checkpoint at {info.boundary}: {read.reason}"

@@ -101,6 +101,20 @@ def test_the_prompt_end_leaves_a_token_to_compute(n: int, end: int) -> None:
     assert ends(carries_prompt=True, prompt_tokens=n).prompt_end == end
 
 
+@pytest.mark.parametrize(("n", "end"), [(63, 0), (64, 0), (127, 0), (128, 64), (200, 128)])
+def test_an_eagle_group_lowers_the_prompt_end_by_a_block(n: int, end: int) -> None:
+    assert ends(carries_prompt=True, prompt_tokens=n, drops_block=True).prompt_end == end
+
+
+def test_a_junction_inside_a_block_is_handed_on_as_it_is() -> None:
+    chosen = ends(Policy.BOTH, u_end=500, junction=144)
+    assert (chosen.shared_prefix, chosen.junction) == (128, 144)
+    assert chosen.stops_after(0) == [144, 448]
+    assert chosen.stops_after(128) == [144, 448]
+    assert (chosen.kept_with(128), chosen.kept_with(192)) == (144, 192)
+    assert ends(junction=128).kept_with(128) == 128
+
+
 def test_stops_are_taken_lowest_first_and_only_above_the_resumed_position() -> None:
     chosen = PromptEnds(input_end=448, shared_prefix=128, prompt_end=960)
     assert chosen.stops_after(0) == [128, 448]

@@ -11,6 +11,7 @@ from backhaul.protocols.layout import (
     GroupLayout,
     block_hash_index,
     checkpoint_objects,
+    joint_hit,
     required_blocks,
 )
 
@@ -88,6 +89,8 @@ def test_hashes_that_end_before_the_boundary_are_refused() -> None:
         ((), 16, "no KV cache group"),
         ((group(GroupKind.FULL, 40),), 16, "blocks of 40 tokens"),
         ((group(GroupKind.FULL, 16),), 0, "at least 1"),
+        ((group(GroupKind.WINDOW, 16),), 16, "need one"),
+        ((group(GroupKind.FULL, 16, window=4),), 16, "others have none"),
     ],
 )
 def test_impossible_layouts_are_refused(
@@ -95,3 +98,47 @@ def test_impossible_layouts_are_refused(
 ) -> None:
     with pytest.raises(UnsupportedError, match=message):
         CacheLayout(groups=groups, hash_tokens=unit)
+
+
+@pytest.mark.parametrize(
+    ("chunk", "first"),
+    # The token at 64 reads the tokens of its own chunk: from the last multiple of `chunk` on.
+    [(16, 4), (32, 4), (64, 4), (48, 3), (24, 3), (40, 2), (128, 0), (1000, 0)],
+)
+def test_chunked_attention_needs_the_chunk_that_the_next_token_lies_in(
+    chunk: int, first: int
+) -> None:
+    assert required_blocks(group(GroupKind.CHUNK, 16, window=chunk), 64) == range(first, 4)
+
+
+@given(st.integers(1, 200), st.integers(1, 40), st.integers(1, 8))
+def test_chunked_attention_covers_the_chunk_and_no_block_more(
+    chunk: int, blocks: int, block: int
+) -> None:
+    boundary = blocks * block
+    needed = required_blocks(group(GroupKind.CHUNK, block, window=chunk), boundary)
+    assert set(needed) == {t // block for t in range(boundary // chunk * chunk, boundary)}
+
+
+def test_the_joint_hit_is_the_deepest_whole_checkpoint() -> None:
+    layout = CacheLayout(
+        groups=(group(GroupKind.FULL, 16), group(GroupKind.RECURRENT, 32, 1)), hash_tokens=16
+    )
+    hashes = [bytes([i]) for i in range(8)]
+    everything = {*checkpoint_objects(layout, 128, hashes), (1, hashes[3])}
+    held = set(everything)
+    assert joint_hit(layout, hashes, lambda *key: key in held, 128) == 128
+    assert joint_hit(layout, hashes, lambda *key: key in held, 127) == 64, "no state at 96"
+    held.remove((0, hashes[4]))
+    assert joint_hit(layout, hashes, lambda *key: key in held, 128) == 64
+    held.remove((0, hashes[0]))
+    assert joint_hit(layout, hashes, lambda *key: key in held, 128) == 0
+    assert joint_hit(layout, hashes[:5], lambda *key: key in everything, 1000) == 64
+
+
+def test_copies_are_owned_by_the_first_of_their_ranks() -> None:
+    shared = GroupLayout(index=0, kind=GroupKind.FULL, block_tokens=16, copies=2)
+    assert [shared.owner(rank) for rank in range(4)] == [0, 0, 2, 2]
+    assert [group(GroupKind.FULL, 16).owner(rank) for rank in range(3)] == [0, 1, 2]
+    with pytest.raises(UnsupportedError, match="multiple of the copies"):
+        CacheLayout(groups=(shared,), hash_tokens=16, ranks=3)

@@ -1,0 +1,84 @@
+"""Several ranks: visible with every rank's part, and stored once what all of them hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from harness import BLOCK, FULL, HYBRID, STATE, Group, Pair, new_uri
+from test_turns import kinds, tokens
+
+from backhaul.connector.worker import WorkerHalf
+from backhaul.protocols.errors import StoreUnavailable
+from backhaul.transfer.base import TransferResult
+from backhaul.transfer.registry import open_store
+
+B = BLOCK
+LATENT = Group(layers=2, latent=True)
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    one = Pair(new_uri())
+    yield one
+    one.close()
+
+
+def lose_rank(monkeypatch: pytest.MonkeyPatch, lost: int, *, midway: bool) -> None:
+    """Rank ``lost`` sends nothing, or everything but its commit of a checkpoint."""
+    publish = WorkerHalf._publish
+
+    def failing(self: WorkerHalf, job: Any) -> TransferResult:
+        if self._rank != lost:
+            return publish(self, job)
+        if midway:
+            publish(self, job._replace(manifest=None))
+        raise StoreUnavailable("this rank is gone")
+
+    monkeypatch.setattr(WorkerHalf, "_publish", failing)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("midway", [False, True], ids=["before", "midway"])
+@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("groups", [HYBRID, (LATENT, STATE), (LATENT,)])
+def test_a_rank_that_dies_while_publishing_leaves_nothing_visible(
+    pair: Pair,
+    monkeypatch: pytest.MonkeyPatch,
+    groups: tuple[Group, ...],
+    lost: int,
+    midway: bool,
+    asynchronous: bool,
+) -> None:
+    decode = pair.engine(name="decode", ranks=2, groups=groups, asynchronous=asynchronous)
+    prefill = pair.engine(name="prefill", ranks=2, groups=groups)
+    with monkeypatch.context() as patch:
+        lose_rank(patch, lost, midway=midway)
+        first = decode.run(tokens(3 * B + 2, 1), 2 * B)
+        assert kinds(pair) == []
+    second = prefill.run(first.history + tokens(9, 2), 6)
+    assert second.resumed == 0
+    pair.check_idle()
+    again = decode.run(first.history + tokens(9, 2), 2 * B)
+    third = prefill.run(again.history + tokens(9, 3), 6)
+    assert third.resumed == (len(again.history) - 1) // B * B
+    pair.check_idle()
+
+
+def test_a_latent_cache_is_stored_once_for_all_ranks(pair: Pair) -> None:
+    sizes = {}
+    for name, group, ranks in (("latent", LATENT, 2), ("sharded", FULL, 2), ("one", LATENT, 1)):
+        here = Pair(new_uri())
+        decode, prefill = (here.engine(groups=(group, STATE), ranks=ranks) for _ in range(2))
+        first = decode.run(tokens(3 * B + 2, 1), 2 * B)
+        second = prefill.run(first.history + tokens(9, 2), 6)
+        assert second.loaded == (len(first.history) - 1) // B * B
+        here.check_idle()
+        store = open_store(here.uri, client_name="look")
+        deepest = max(store.list_checkpoints(timeout_s=1), key=lambda one: one.boundary)
+        sizes[name] = deepest.attention_bytes, deepest.state_bytes
+        store.close()
+        here.close()
+    assert sizes["latent"][0] == sizes["one"][0] == sizes["sharded"][0] // 2
+    assert sizes["latent"][1] == sizes["sharded"][1] == 2 * sizes["one"][1]
