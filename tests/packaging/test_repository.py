@@ -13,13 +13,14 @@ import backhaul
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-FOLDERS = ("protocols", "transfer", "connector", "deploy", "benchmarks")
+FOLDERS = ("protocols", "transfer", "render", "connector", "deploy", "benchmarks")
 
 MAY_IMPORT = {
     "protocols": {"protocols"},
     "transfer": {"transfer", "protocols"},
-    "connector": {"connector", "transfer", "protocols"},
-    "deploy": {"deploy", "transfer", "protocols"},
+    "render": {"render", "protocols"},
+    "connector": {"connector", "render", "transfer", "protocols"},
+    "deploy": {"deploy", "render", "transfer", "protocols"},
     "benchmarks": set(FOLDERS),
 }
 
