@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from jinja2 import nodes
+from jinja2 import meta, nodes
 
 from backhaul.render.ternary import UNKNOWN, Lookup, both, evaluate, negate, truth
 
@@ -286,14 +286,31 @@ class _Analysis:
                 self.guards.clocks.append(Finding(call.lineno, f"strftime_now({shown})"))
 
     def _trailing(self) -> None:
-        """Text at top level after the last loop and outside every guard."""
+        """Text at top level after the last loop and outside every guard. Where a template variable
+        decides on it (a tool choice, a response format), it is control text that moves on."""
         loops = [i for i, node in enumerate(self.tree.body) if isinstance(node, nodes.For)]
+        settings = _settings(self.tree) - self.flags
         for node in self.tree.body[loops[-1] + 1 :] if loops else []:
-            for item in _walk(node):
-                if id(item) in self.exclusive or not isinstance(item, nodes.Output):
-                    continue
-                if _outputs([item]):
-                    self.guards.trailing.append(Finding(item.lineno, "text after the message loop"))
+            self._after_the_loop([node], settings)
+
+    def _after_the_loop(self, body: list[nodes.Node], settings: set[str]) -> None:
+        for node in body:
+            if id(node) in self.exclusive:
+                continue
+            if isinstance(node, nodes.If):
+                for arm in (node, *node.elif_):
+                    if any(id(item) in self.exclusive for item in arm.body):
+                        continue
+                    if _outputs(arm.body) and _names(arm.test) & settings:
+                        what = Branch(arm.test.lineno, describe(arm.test), arm.body)
+                        self.guards.moving.append(what)
+                    else:
+                        self._after_the_loop(arm.body, settings)
+                self._after_the_loop(node.else_, settings)
+            elif isinstance(node, nodes.Output) and _outputs([node]):
+                plain = [c for c in node.nodes if not isinstance(c, nodes.CondExpr)]
+                if plain:
+                    self.guards.trailing.append(Finding(node.lineno, "text after the message loop"))
 
 
 class _Place(NamedTuple):
@@ -319,6 +336,22 @@ def _as_user(node: nodes.Expr) -> Any:
     return "user" if isinstance(node, nodes.Name) and node.name == "role" else UNKNOWN
 
 
+_GIVEN = frozenset({"messages", "bos_token", "eos_token", "raise_exception", "namespace"})
+
+
+def _settings(tree: nodes.Template) -> set[str]:
+    """Template variables that a request may set, and names assigned from them."""
+    found = meta.find_undeclared_variables(tree) - _GIVEN
+    assigns = [a for a in tree.find_all(nodes.Assign) if isinstance(a.target, nodes.Name)]
+    while more := {a.target.name for a in assigns if _names(a.node) & found} - found:
+        found |= more
+    return found
+
+
+def _names(node: nodes.Node) -> set[str]:
+    return {n.name for n in _walk(node) if isinstance(n, nodes.Name)}
+
+
 def _aliases(tree: nodes.Template) -> dict[str, nodes.Assign]:
     """Names assigned once, at top level, from an expression that mentions the flag."""
     stores: dict[str, int] = {}
@@ -331,8 +364,7 @@ def _aliases(tree: nodes.Template) -> dict[str, nodes.Assign]:
         if not isinstance(node, nodes.Assign) or not isinstance(node.target, nodes.Name):
             continue
         name = node.target.name
-        reads = {n.name for n in _walk(node.node) if isinstance(n, nodes.Name)}
-        if name != FLAG and stores[name] == 1 and reads & {FLAG, *found}:
+        if name != FLAG and stores[name] == 1 and _names(node.node) & {FLAG, *found}:
             found[name] = node
     return found
 

@@ -25,6 +25,19 @@ class _Unknown:
 
 UNKNOWN: Final = _Unknown()
 
+
+class _OnlyTruth(_Unknown):
+    """An unknown value whose truth is known all the same, as that of ``x and false``."""
+
+    __slots__ = ("truth",)
+
+    def __init__(self, value: bool) -> None:
+        self.truth = value
+
+
+_FALSY: Final = _OnlyTruth(False)
+_TRUTHY: Final = _OnlyTruth(True)
+
 Lookup = Callable[[nodes.Expr], Any]
 """Gives the value of a name, attribute or item, or UNKNOWN."""
 
@@ -58,7 +71,14 @@ _TESTS: dict[str, Callable[..., bool]] = {
 
 def truth(value: Any) -> bool | None:
     """True, False, or None where the value is unknown."""
+    if isinstance(value, _OnlyTruth):
+        return value.truth
     return None if value is UNKNOWN else bool(value)
+
+
+def is_known(value: Any) -> bool:
+    """Whether the value itself is known, and not just its truth."""
+    return not isinstance(value, _Unknown)
 
 
 def negate(value: bool | None) -> bool | None:
@@ -74,7 +94,8 @@ def both(first: bool | None, second: bool | None) -> bool | None:
 
 
 def evaluate(node: nodes.Node | None, lookup: Lookup) -> Any:
-    """The expression's value, or UNKNOWN. Never raises for a well-formed expression."""
+    """The expression's value, or an unknown: ask ``truth`` or ``is_known``. Never raises for a
+    well-formed expression."""
     match node:
         case nodes.Const():
             return node.value
@@ -100,8 +121,10 @@ def _connective(node: nodes.And | nodes.Or, lookup: Lookup) -> Any:
     decisive = isinstance(node, nodes.Or)
     left, right = evaluate(node.left, lookup), evaluate(node.right, lookup)
     if truth(left) is None:
-        # Either order: `x and false` is false whatever x is (if x raises, so does the render).
-        return right if truth(right) is decisive else UNKNOWN
+        # `x and false` is falsy whatever x is (if x raises, so does the render).
+        if truth(right) is not decisive:
+            return UNKNOWN
+        return _TRUTHY if decisive else _FALSY
     return left if truth(left) is decisive else right
 
 
@@ -111,11 +134,11 @@ def _conditional(node: nodes.CondExpr, lookup: Lookup) -> Any:
         return evaluate(node.expr1 if test else node.expr2, lookup) if test or node.expr2 else ""
     first = evaluate(node.expr1, lookup)
     second = evaluate(node.expr2, lookup) if node.expr2 else ""
-    return first if first is not UNKNOWN and _same(first, second) else UNKNOWN
-
-
-def _same(first: Any, second: Any) -> bool:
-    return second is not UNKNOWN and type(first) is type(second) and bool(first == second)
+    if is_known(first) and is_known(second) and type(first) is type(second) and first == second:
+        return first
+    if truth(first) is None or truth(first) is not truth(second):
+        return UNKNOWN
+    return _TRUTHY if truth(first) else _FALSY
 
 
 def _compare(node: nodes.Compare, lookup: Lookup) -> Any:
@@ -124,7 +147,7 @@ def _compare(node: nodes.Compare, lookup: Lookup) -> Any:
     for operand in node.ops:
         right = evaluate(operand.expr, lookup)
         step: bool | None = None
-        if left is not UNKNOWN and right is not UNKNOWN:
+        if is_known(left) and is_known(right):
             try:
                 step = bool(_COMPARE[operand.op](left, right))
             except TypeError:
@@ -138,7 +161,7 @@ def _test(node: nodes.Test, lookup: Lookup) -> Any:
     value = evaluate(node.node, lookup)
     arguments = [evaluate(a, lookup) for a in node.args or ()]
     test = _TESTS.get(node.name)
-    if test is None or value is UNKNOWN or UNKNOWN in arguments:
+    if test is None or not all(map(is_known, (value, *arguments))):
         return UNKNOWN
     try:
         return test(value, *arguments)
@@ -149,7 +172,7 @@ def _test(node: nodes.Test, lookup: Lookup) -> Any:
 def _default(node: nodes.Filter, lookup: Lookup) -> Any:
     value = evaluate(node.node, lookup)
     arguments = [evaluate(a, lookup) for a in node.args or ()]
-    if value is UNKNOWN or UNKNOWN in arguments or node.kwargs:
+    if node.kwargs or not all(map(is_known, (value, *arguments))):
         return UNKNOWN
     replaces_falsy = len(arguments) > 1 and bool(arguments[1])
     if replaces_falsy and not value:

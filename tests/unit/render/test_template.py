@@ -178,6 +178,18 @@ def test_control_text_in_the_last_user_message_makes_it_unknown() -> None:
     assert rendering.reason is Reason.MOVING_CONTROL_TEXT
 
 
+def test_control_text_after_the_loop_makes_it_unknown() -> None:
+    source = (
+        "{% set ns = namespace(tool=false) %}" + LOOP + "{% if ns.tool %}</tools>{% endif %}"
+        "{% set kind = response_format %}{% if kind == 'json' %}Answer in JSON.{% endif %}"
+        "{{ '<asst>' if add_generation_prompt }}"
+    )
+    assert suffix(source) == "<asst>"
+    rendering = marked(source, response_format="json")
+    assert rendering is not None
+    assert rendering.reason is Reason.MOVING_CONTROL_TEXT
+
+
 def test_position_in_an_inner_loop_or_another_role_is_not_moving() -> None:
     template = MarkedTemplate(
         "{% for m in messages %}{% if m.role == 'user' %}"
@@ -201,7 +213,7 @@ PIECES = st.sampled_from(
     [
         "text ",
         "{{ x }}",
-        "{% if x %}yes{% endif %}",
+        "{% if messages %}yes{% endif %}",
         "{% if not add_generation_prompt and false %}never{% endif %}",
         "{% for m in messages %}{{ m.role }}{% endfor %}",
         "{% set a = x %}{{ a }}",

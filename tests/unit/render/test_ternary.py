@@ -59,18 +59,17 @@ def combine(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
 @given(st.recursive(ATOMS, combine, max_leaves=8), st.booleans())
 def test_a_known_value_holds_whatever_the_unknowns_are(text: str, flag: bool) -> None:
     found = value_of(text, flag=flag)
-    if found is UNKNOWN:
+    if truth(found) is None:
         return
     compiled = ENVIRONMENT.compile_expression(text, undefined_to_none=False)
     for x, y in itertools.product(VALUES["x"], VALUES["y"]):
-        assert bool(compiled(flag=flag, x=x, y=y)) is bool(found), text
+        assert bool(compiled(flag=flag, x=x, y=y)) is truth(found), text
 
 
 @pytest.mark.parametrize(
     ("text", "value"),
     [
         ("flag and x", False),
-        ("x and flag", False),
         ("flag or x", UNKNOWN),
         ("not flag", True),
         ("flag is defined", True),
@@ -91,6 +90,12 @@ def test_a_known_value_holds_whatever_the_unknowns_are(text: str, flag: bool) ->
 def test_decided_where_the_flag_is_off(text: str, value: Any) -> None:
     found = value_of(text, flag=False)
     assert found is value or (value is not UNKNOWN and found == value)
+
+
+def test_a_truth_can_be_known_without_the_value() -> None:
+    assert truth(value_of("x and flag", flag=False)) is False
+    assert truth(value_of("x or flag", flag=True)) is True
+    assert truth(value_of("(x and flag) == false", flag=False)) is None
 
 
 def test_an_unknown_cannot_be_taken_for_a_truth() -> None:
