@@ -12,16 +12,19 @@ from collections.abc import Sequence
 
 from backhaul.render.reasons import Reason, UEnd
 
-_TASKS = "action|query|authority|domain|title|read_url"
+_BAR = "\uff5c"
+"""The full-width bar of DeepSeek's special tokens."""
+
+_TASK = rf"<{_BAR}(?:action|query|authority|domain|title|read_url){_BAR}>"
 
 _DEEPSEEK_HEADER = re.compile(
-    rf"(?:<｜Assistant｜>(?:<think>|</think>)?(?:<｜(?:{_TASKS})｜>)?|<｜(?:{_TASKS})｜>)\Z"
+    rf"(?:<{_BAR}Assistant{_BAR}>(?:<think>|</think>)?(?:{_TASK})?|{_TASK})\Z"
 )
 
 _DEEPSEEK_V32_AFTER_TOOLS = re.compile(r">\n\n(?:<think>|</think>)\Z")
 """Starts one character early: ``>`` and the line breaks are one token."""
 
-_DEEPSEEK_CLOSED = "<｜end▁of▁sentence｜>"
+_DEEPSEEK_CLOSED = f"<{_BAR}end\u2581of\u2581sentence{_BAR}>"
 
 HARMONY_HEADER = "<|start|>assistant"
 
