@@ -26,11 +26,14 @@ class Surface(NamedTuple):
     test: Callable[[Any], bool]
 
 
-def _parameters(*names: str) -> Callable[[Any], bool]:
+def parameters(*names: str) -> Callable[[Any], bool]:
+    """A test: the callable has these parameters."""
     return lambda f: set(names) <= set(inspect.signature(f).parameters)
 
 
-def _source_has(*fragments: str) -> Callable[[Any], bool]:
+def source_has(*fragments: str) -> Callable[[Any], bool]:
+    """A test: the source contains these fragments."""
+
     def test(item: Any) -> bool:
         source = inspect.getsource(item)
         return all(fragment in source for fragment in fragments)
@@ -55,65 +58,65 @@ _SCHEDULER = "vllm.v1.core.sched.scheduler"
 SURFACES: tuple[Surface, ...] = (
     Surface(
         _BASE, "KVConnectorBase_V1.__init__", "three-argument constructor",
-        _parameters("vllm_config", "role", "kv_cache_config"),
+        parameters("vllm_config", "role", "kv_cache_config"),
     ),
     Surface(
         _BASE, "KVConnectorBase_V1.get_transfer_results", "transfer results",
-        _parameters("finished_req_ids"),
+        parameters("finished_req_ids"),
     ),
     Surface(
         _BASE, "KVConnectorBase_V1.bind_kv_cache_manager", "access to the cache manager",
-        _parameters("kv_cache_manager"),
+        parameters("kv_cache_manager"),
     ),
-    Surface(_BASE, "KVConnectorBase_V1.on_new_request", "arrival hook", _parameters("request")),
+    Surface(_BASE, "KVConnectorBase_V1.on_new_request", "arrival hook", parameters("request")),
     Surface(
         _BASE, "KVConnectorBase_V1.update_connector_output", "worker reports",
-        _parameters("connector_output"),
+        parameters("connector_output"),
     ),
     Surface(
-        _BASE, "KVConnectorBase_V1.build_connector_worker_meta", "worker reports", _parameters()
+        _BASE, "KVConnectorBase_V1.build_connector_worker_meta", "worker reports", parameters()
     ),
-    Surface(_BASE, "KVConnectorBase_V1.has_pending_push_work", "stepping on", _parameters()),
+    Surface(_BASE, "KVConnectorBase_V1.has_pending_push_work", "stepping on", parameters()),
     Surface(
         _BASE, "SupportsHMA.request_finished_all_groups", "hybrid finish hook",
-        _parameters("request", "block_ids"),
+        parameters("request", "block_ids"),
     ),
     Surface(
         "vllm.v1.request", "Request.__init__", "request attributes",
-        _source_has(
+        source_has(
             "self.num_computed_tokens", "self.num_in_flight_tokens", "self.num_preemptions",
             "self.shared_prefix_boundary", "self.kv_transfer_params", "self.block_hashes",
             "self.skip_reading_prefix_cache",
         ),
     ),
     Surface(
-        "vllm.v1.core.block_pool", "BlockPool.touch", "block references", _parameters("blocks")
+        "vllm.v1.core.block_pool", "BlockPool.touch", "block references", parameters("blocks")
     ),
     Surface(
         "vllm.v1.core.block_pool", "BlockPool.free_blocks", "block references",
-        _parameters("ordered_blocks"),
+        parameters("ordered_blocks"),
     ),
     Surface(
-        "vllm.v1.core.block_pool", "BlockPool.__init__", "block table", _source_has("self.blocks")
+        "vllm.v1.core.block_pool", "BlockPool.__init__", "block table", source_has("self.blocks")
     ),
     Surface(
         "vllm.v1.core.kv_cache_manager", "KVCacheManager.free", "freeing a failed load",
-        _parameters("request"),
+        parameters("request"),
     ),
     Surface(
         "vllm.v1.core.kv_cache_manager", "KVCacheManager.reset_prefix_cache", "cache reset",
-        _parameters(),
+        parameters(),
     ),
     Surface(
-        "vllm.v1.core.kv_cache_manager", "KVCacheBlocks.get_block_ids", "block ids", _parameters()
+        "vllm.v1.core.kv_cache_manager", "KVCacheBlocks.get_block_ids", "block ids", parameters()
     ),
     Surface(
         "vllm.v1.core.sched.output", "KVConnectorBlockState.get_block_ids", "block ids",
-        _parameters("req_id"),
+        parameters("req_id"),
     ),
     Surface(
         _SCHEDULER, "Scheduler._mamba_block_aligned_split", "forced chunk ends",
-        _source_has("shared_prefix_boundary"),
+        source_has("shared_prefix_boundary"),
     ),
     Surface(
         _SCHEDULER, "Scheduler.schedule", "order of the boundary's assignment and the lookup",
@@ -128,11 +131,11 @@ SURFACES: tuple[Surface, ...] = (
         _in_order("update_connector_output(", "finished_recving_kv_req_ids.add("),
     ),
     Surface(
-        "vllm.v1.kv_cache_interface", "MambaSpec", "align mode", _source_has("mamba_cache_mode")
+        "vllm.v1.kv_cache_interface", "MambaSpec", "align mode", source_has("mamba_cache_mode")
     ),
     Surface(
         "vllm.v1.kv_cache_interface", "KVCacheConfig", "hash unit and groups",
-        _source_has("hash_block_size", "prefix_cacheable_group_ids", "kv_cache_layout"),
+        source_has("hash_block_size", "prefix_cacheable_group_ids", "kv_cache_layout"),
     ),
 )  # fmt: skip
 

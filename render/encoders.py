@@ -34,6 +34,13 @@ KIMI_K3_HEADERS = tuple(
     for channel in ("think", "response")
 )
 
+KIMI_K3_OPENING_TOKENS_MAX = 32
+"""More than the opening tag of any message that the encoder itself writes."""
+
+_KIMI_K3_CONTROL = re.compile(
+    r'^<\|open\|>message role="system" type="(tool-choice|response-format)"'
+)
+
 MISTRAL_TOOLS = "[AVAILABLE_TOOLS]"
 
 
@@ -61,6 +68,19 @@ def kimi_k3_u_end(prompt: Sequence[int], end_of_message: int, headers: Sequence[
             closed = prompt[start - 1] == end_of_message
             return UEnd(start) if closed else UEnd(None, Reason.TAIL_MISMATCH)
     return UEnd(None, Reason.TAIL_MISMATCH)
+
+
+def kimi_k3_after_control_text(found: UEnd, opening: str) -> UEnd:
+    """``found`` unless the last message is one with which the encoder states a tool choice or a
+    response format: that one is written anew at the end of every prompt.
+
+    Args:
+        found: from ``kimi_k3_u_end``.
+        opening: text of the first tokens of the prompt's last message.
+    """
+    if _KIMI_K3_CONTROL.match(opening):
+        return UEnd(None, Reason.MOVING_CONTROL_TEXT)
+    return found
 
 
 def mistral_u_end(prompt: Sequence[int], tools_token: int | None) -> UEnd:

@@ -342,8 +342,8 @@ _GIVEN = frozenset({"messages", "bos_token", "eos_token", "raise_exception", "na
 def _settings(tree: nodes.Template) -> set[str]:
     """Template variables that a request may set, and names assigned from them."""
     found = meta.find_undeclared_variables(tree) - _GIVEN
-    assigns = [a for a in tree.find_all(nodes.Assign) if isinstance(a.target, nodes.Name)]
-    while more := {a.target.name for a in assigns if _names(a.node) & found} - found:
+    assigns = [(_assigned(a.target), _names(a.node)) for a in tree.find_all(nodes.Assign)]
+    while more := {name for name, read in assigns if name and read & found} - found:
         found |= more
     return found
 

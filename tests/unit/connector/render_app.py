@@ -1,0 +1,66 @@
+"""vLLM's render server in this process: its real application and renderers, no engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+
+T = TypeVar("T")
+
+NAME = "tiny"
+
+
+class RenderApp:
+    """Made once per template; ``template`` is text, None for the model's own."""
+
+    def __init__(self, model: Path, template: Path | None, *arguments: str) -> None:
+        from vllm import AsyncEngineArgs
+        from vllm.config import VllmConfig
+        from vllm.entrypoints.launchers.app import build_app
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser
+        from vllm.entrypoints.launchers.render.app_state import init_render_app_state
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+        given = ["--model", str(model), "--served-model-name", NAME, "--max-model-len", "8192"]
+        if template is not None:
+            given += ["--chat-template", str(template)]
+        args = make_arg_parser(FlexibleArgumentParser()).parse_args([*given, *arguments])
+        config = VllmConfig(model_config=AsyncEngineArgs.from_cli_args(args).create_model_config())
+        self.loop = asyncio.new_event_loop()
+        self.app = build_app(args, ("render",))
+        self.loop.run_until_complete(init_render_app_state(config, self.app.state, args))
+        self.online_renderer = self.app.state.online_renderer
+        self.tokenizer = self.online_renderer.renderer.get_tokenizer()
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return self.loop.run_until_complete(coroutine)
+
+    def post(self, path: str, **body: Any) -> dict[str, Any]:
+        """POST to the application; the answer's JSON."""
+
+        async def ask() -> httpx.Response:
+            transport = httpx.ASGITransport(app=self.app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+                return await client.post(path, json={"model": NAME, **body})
+
+        response = self.run(ask())
+        answer: dict[str, Any] = response.json()
+        assert response.status_code == 200, answer
+        return answer
+
+    def close(self) -> None:
+        self.loop.close()
+
+
+Maker = Callable[..., RenderApp]
+
+
+def u_end_of(answer: dict[str, Any]) -> Any:
+    """The offset in a rendered request."""
+    extra = answer["sampling_params"].get("extra_args") or {}
+    params = extra.get("kv_transfer_params") or {}
+    return (params.get("backhaul") or {}).get("u_end")
