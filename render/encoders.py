@@ -34,8 +34,8 @@ KIMI_K3_HEADERS = tuple(
     for channel in ("think", "response")
 )
 
-KIMI_K3_OPENING_TOKENS_MAX = 32
-"""More than the opening tag of any message that the encoder itself writes."""
+KIMI_K3_OPENING_TOKENS_MAX = 64
+"""More than the opening tag of any message that the encoder writes, even at a character each."""
 
 _KIMI_K3_CONTROL = re.compile(
     r'^<\|open\|>message role="system" type="(tool-choice|response-format)"'
