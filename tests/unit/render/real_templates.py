@@ -69,17 +69,21 @@ class Vocabulary:
         return ids
 
 
+_TOKEN_LIKE = re.compile(r"<[|\uff5c]?/?[\w:]+[|\uff5c]?>|\]<\]\w+\[>\[|\]~!?b?\[|\[e~\[|\]~b\]")
+"""What looks like a special token in a template."""
+
+
 @functools.cache
 def vocabulary(name: str, template: str | None = None) -> Vocabulary:
     """A vocabulary; with ``template`` a stand-in that knows the template's own special tokens."""
     if template is None:
         return Vocabulary(name)
     source = template_path(template).read_text()
-    found = set(
-        re.findall(r"<[|\uff5c]?/?[\w:]+[|\uff5c]?>|\]<\]\w+\[>\[|\]~!?b?\[|\[e~\[|\]~b\]", source)
-    )
-    if "hy_begin_of_sentence" in source:  # Hy3 puts its special tokens together from pieces.
-        found |= {f"<\uff5c{m}:opensource\uff5c>" for m in re.findall(r"<\uff5c(\w+)", source)}
+    found = set(_TOKEN_LIKE.findall(source))
+    # Hy3 puts its special tokens together from pieces.
+    found |= {
+        token.replace("{}", ":opensource") for token in re.findall(r"<[^<>\s]+\{\}[^<>]?>", source)
+    }
     return Vocabulary(name, sorted(found))
 
 
@@ -95,8 +99,6 @@ class Family(NamedTuple):
     vocabulary: str
     stand_in: bool = False
     kwargs: Mapping[str, Any] = {}
-    close: str = "</think>\n\n"
-    stop: str = "<|im_end|>"
 
     def encode(self, text: str) -> list[int]:
         return vocabulary(self.vocabulary, self.template if self.stand_in else None).encode(text)
@@ -108,6 +110,9 @@ QWEN35, QWEN3, GLM, NEMOTRON = (
     "GlmTokenizer",
     "Nemotron3Tokenizer",
 )
+DEEPSEEK_V31 = "llama_cpp/deepseek-ai-DeepSeek-V3.1"
+DEEPSEEK_V4 = "llama_cpp/deepseek-ai-DeepSeek-V4"
+ON = {"thinking": True}
 OFF = {"enable_thinking": False}
 SINGLE = {"bos_token": "", "eos_token": "<|endoftext|>"}
 
@@ -135,14 +140,16 @@ FAMILIES = (
     Family("GLM-5.3", "xinference/glm-5.3", GLM),
     Family("MiniMax-M2", "xinference/MiniMax-M2", QWEN3, True),
     Family("MiniMax-M3", "xinference/MiniMax-M3", QWEN3, True),
-    Family("DeepSeek-V3.1", "xinference/Deepseek-V3.1", "DeepSeekV31Tokenizer"),
-    Family("DeepSeek-V4 (port)", "llama_cpp/deepseek-ai-DeepSeek-V4", "DeepSeekV4Tokenizer"),
+    Family("DeepSeek-V3.1 (port)", DEEPSEEK_V31, "DeepSeekV31Tokenizer"),
+    Family("DeepSeek-V3.1 (port) thinking", DEEPSEEK_V31, "DeepSeekV31Tokenizer", kwargs=ON),
+    Family("DeepSeek-V4 (port)", DEEPSEEK_V4, "DeepSeekV4Tokenizer"),
+    Family("DeepSeek-V4 (port) thinking", DEEPSEEK_V4, "DeepSeekV4Tokenizer", kwargs=ON),
     Family("gpt-oss", "trl/gptoss", "HarmonyTokenizer"),
     Family("Granite-4.0", "llama_cpp/ibm-granite-granite-4.0", QWEN3, True),
     Family("Granite-4.1", "llama_cpp/ibm-granite-granite-4.1", QWEN3, True),
     Family("LFM2", "trl/lfm2", QWEN3, True),
     Family("LFM2.5", "trl/lfm2_2_5", QWEN3, True),
-    Family("Hy3", "llama_cpp/tencent-Hy3", QWEN3, True),
+    Family("Hy3 high effort", "llama_cpp/tencent-Hy3", QWEN3, True, {"reasoning_effort": "high"}),
     Family("Ling-3.0-flash", "xinference/Ling-3.0-flash", QWEN3, True),
     Family("Seed-OSS", "xinference/seed-oss", QWEN3, True),
 )

@@ -21,14 +21,10 @@ from real_templates import (
 from backhaul.render.reasons import Reason
 from backhaul.render.tokens import u_end_tokens
 
-ARGUMENTS_ARE_TEXT = {"DeepSeek-V3.1"}
-FLAG_DECIDES_HISTORY_END = {"DeepSeek-V3.1"}
-"""No header after a tool result: the mark is not reached, and the whole prompt is history."""
-
 
 def conversations(family: Family) -> dict[str, tuple[list[dict[str, Any]], bool]]:
     """Name -> messages, and whether tools are offered."""
-    called = call("They want weather.", as_text=family.label in ARGUMENTS_ARE_TEXT)
+    called = call("They want weather.", as_text=family.label.startswith("DeepSeek-V3.1"))
     first = [SYSTEM, user("Good morning.")]
     second = [*first, answer("Good morning!", "A greeting."), user("Weather in Oslo?")]
     return {
@@ -63,7 +59,9 @@ def test_u_end_is_where_the_render_without_the_flag_ends(label: str, name: str) 
     assert rendering.text == text
     assert rendering.u_end is not None
     assert text[: rendering.u_end] == without
-    assert text[rendering.u_end :].strip() or (name, label) == ("tool result", "DeepSeek-V3.1")
+    # DeepSeek-V3.1 writes no header after a tool result.
+    headless = name == "tool result" and label.startswith("DeepSeek-V3.1")
+    assert bool(text[rendering.u_end :].strip()) is not headless
     off = marked.render(**values, add_generation_prompt=False)
     assert off is not None
     assert (off.text, off.u_end) == (without, len(without))
