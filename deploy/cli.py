@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import backhaul
-from backhaul.deploy import demo_command, store_command
+from backhaul.deploy import demo_command, lint_command, store_command
 from backhaul.protocols.errors import ConfigError
 
 app = typer.Typer(
@@ -19,6 +19,7 @@ app = typer.Typer(
 )
 app.command("store")(store_command.store)
 app.command("demo")(demo_command.demo)
+app.command("lint-template")(lint_command.lint_template)
 
 
 def _show_version(wanted: bool) -> None:

@@ -2,7 +2,8 @@
 
 The conversation: A = user, answer; B = user, tool call; C = tool result, answer; D = user, answer.
 The model's output is what the template writes for the last message, with the reasoning where the
-template leaves it out; it is tokenised apart from the prompt, as sampled tokens are. Prints the table of docs/u_end.md when run.
+template leaves it out; it is tokenised apart from the prompt, as sampled tokens are. Prints the
+table of docs/u_end.md when run.
 """
 
 from __future__ import annotations
