@@ -81,9 +81,12 @@ class MarkedTemplate:
                 first = sum(map(len, pieces))
             return value
 
-        # Not list(...): a mark counts what has been written when it is called.
-        for piece in self._template.generate(**variables, **{_MARK: mark}):
-            pieces.append(piece)
+        template = self._template
+        context = template.new_context({**variables, _MARK: mark})
+        append = pieces.append
+        # As Template.render, but not through list(): a mark counts what has been written so far.
+        for piece in template.root_render_func(context):
+            append(piece)
         text = "".join(pieces)
         if moved:
             return Rendering(text, None, Reason.MOVING_CONTROL_TEXT)
