@@ -118,8 +118,9 @@ class _Analysis:
                         if isinstance(child, nodes.CondExpr):
                             self._inline(child, buffered=buffered)
                 case nodes.For():
-                    self._block(node.body, buffered=buffered)
-                    self._block(node.else_, buffered=buffered)
+                    within = buffered or node.recursive
+                    self._block(node.body, buffered=within)
+                    self._block(node.else_, buffered=within)
                 case nodes.Scope() | nodes.With() | nodes.ScopedEvalContextModifier():
                     self._block(node.body, buffered=buffered)
                 case _ if isinstance(node, _BUFFERED):

@@ -1,8 +1,8 @@
 """A chat template that is rendered once and says where its generation-only text begins.
 
-The marks are calls that write nothing, put first into each generation-only branch of the template's
-syntax tree; jinja2's public API does the rest. The text is what the plain template writes, byte for
-byte.
+The marks are calls that write an empty string of a type of its own, put first into each
+generation-only branch of the template's syntax tree; jinja2 does the rest. The text is what the
+plain template writes, byte for byte.
 """
 
 from __future__ import annotations
@@ -69,35 +69,60 @@ class MarkedTemplate:
         """
         if self._template is None:
             return None
-        pieces: list[str] = []
-        first: int | None = None
+        fired = 0
         moved = False
 
-        def mark(kind: int, value: Any = None) -> Any:
-            nonlocal first, moved
+        def mark(kind: int, value: object = "") -> str:
+            nonlocal fired, moved
             if kind == _MOVING:
                 moved = True
-            elif first is None:
-                first = sum(map(len, pieces))
-            return value
+                return _UNMARKED
+            fired += 1
+            return _Marked(value)
 
-        template = self._template
-        context = template.new_context({**variables, _MARK: mark})
-        append = pieces.append
-        # As Template.render, but not through list(): a mark counts what has been written so far.
-        for piece in template.root_render_func(context):
-            append(piece)
+        context = self._template.new_context({**variables, _MARK: mark})
+        # As jinja2.Template.render, which joins the same pieces.
+        pieces: list[str] = list(self._template.root_render_func(context))
         text = "".join(pieces)
         if moved:
             return Rendering(text, None, Reason.MOVING_CONTROL_TEXT)
-        return Rendering(text, len(text) if first is None else first)
+        length = _length_from_first_mark(pieces, fired)
+        if length is None:
+            return Rendering(text, None, Reason.REFUSED)
+        return Rendering(text, len(text) - length)
+
+
+class _Marked(str):
+    """A piece of output, often empty, at which generation-only text begins. Stays what it is when
+    the template turns it into a string."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return self
+
+
+_UNMARKED = ""
+
+
+def _length_from_first_mark(pieces: list[str], fired: int) -> int | None:
+    """Characters from the first of ``fired`` marks on, looking at no more than these pieces; None
+    where a mark was lost because its output was collected elsewhere first."""
+    length = 0
+    for piece in reversed(pieces):
+        if fired == 0:
+            break
+        length += len(piece)
+        if type(piece) is _Marked:
+            fired -= 1
+    return length if fired == 0 else None
 
 
 def _insert(guards: Guards) -> None:
     """Put the marks into the tree that ``guards`` was made from."""
     for kind, branches in ((_GENERATION, guards.branches), (_MOVING, guards.moving)):
         for branch in branches:
-            branch.body.insert(0, nodes.ExprStmt(_call(kind), lineno=branch.line))
+            branch.body.insert(0, nodes.Output([_call(kind)], lineno=branch.line))
     for inline in guards.inline:
         marked = _call(_GENERATION, getattr(inline.expression, inline.field))
         setattr(inline.expression, inline.field, marked)

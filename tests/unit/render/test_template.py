@@ -136,6 +136,7 @@ def test_an_arm_for_the_flag_being_off_is_not_marked() -> None:
         "{% if not add_generation_prompt %}<a>{% endif %}",
         "{% generation %}{{ '<a>' if add_generation_prompt }}{% endgeneration %}",
         "{% include add_generation_prompt %}",
+        "{% for m in messages recursive %}{{ '<a>' if add_generation_prompt }}{% endfor %}",
     ],
 )
 def test_what_cannot_be_known_is_refused(source: str) -> None:
@@ -151,6 +152,14 @@ def test_a_name_that_is_set_again_elsewhere_is_not_refused() -> None:
         "{% if add_generation_prompt %}{% set c = '<asst>' %}{{ c }}{% endif %}"
     )
     assert suffix(source) == "<asst>"
+
+
+def test_a_mark_that_is_lost_on_the_way_makes_it_unknown() -> None:
+    made = environment()
+    made.finalize = lambda value: str.__str__(value) + ""
+    template = MarkedTemplate("a{{ '<b>' if add_generation_prompt }}", made)
+    rendering = template.render(add_generation_prompt=True)
+    assert rendering == Rendering("a<b>", None, Reason.REFUSED)
 
 
 def test_without_a_guard_nothing_is_claimed() -> None:
