@@ -95,6 +95,8 @@ class RecordedTemplate:
             self.marked = MarkedTemplate(source, plain.environment)
 
     def __getattr__(self, name: str) -> Any:
+        if name == "plain":  # Asked for before __init__ ran, by copy or pickle.
+            raise AttributeError(name)
         return getattr(self.plain, name)
 
     def render(self, *args: Any, **variables: Any) -> str:

@@ -210,14 +210,17 @@ class _Analysis:
         return off is False and isinstance(on, bool)
 
     def _with(self, flag: bool) -> Lookup:
+        """The world in which only the flag and its aliases are known."""
+        # Each alias once: a chain of them may mention each other any number of times.
+        known: dict[str, Any] = {FLAG: flag}
+
         def lookup(node: nodes.Expr) -> Any:
-            if isinstance(node, nodes.Name):
-                if node.name == FLAG:
-                    return flag
-                alias = self.aliases.get(node.name)
-                if alias is not None:
-                    return evaluate(alias.node, lookup)
-            return UNKNOWN
+            if not isinstance(node, nodes.Name):
+                return UNKNOWN
+            if node.name in self.aliases and node.name not in known:
+                known[node.name] = UNKNOWN  # What it reads of itself was there before.
+                known[node.name] = evaluate(self.aliases[node.name].node, lookup)
+            return known.get(node.name, UNKNOWN)
 
         return lookup
 

@@ -55,6 +55,7 @@ def suffix(source: str, **variables: Any) -> str:
         "{{ '' if not add_generation_prompt else '<asst>' }}",
         "{% set go = add_generation_prompt %}{% if go %}<asst>{% endif %}",
         "{% set go = add_generation_prompt and not quiet %}{% if go %}<asst>{% endif %}",
+        "{% set go = add_generation_prompt and go is not defined %}{% if go %}<asst>{% endif %}",
         "{% if add_generation_prompt %}{{ '<asst>' }}{% set a = 1 %}{% endif %}",
         "{% if add_generation_prompt %}{% if quiet %}x{% else %}<asst>{% endif %}{% endif %}",
         "{% if add_generation_prompt %}{{ '<as' ~ 'st>' if add_generation_prompt }}{% endif %}",
@@ -83,6 +84,13 @@ def test_a_guard_is_found(guard: str) -> None:
 def test_defaults_of_the_flag_are_no_mentions(default: str) -> None:
     guard = "{% if add_generation_prompt %}<asst>{% endif %}"
     assert suffix(default + LOOP + guard) == "<asst>"
+
+
+def test_a_chain_of_aliases_is_followed_once_each() -> None:
+    chain = "{% set a0 = add_generation_prompt %}" + "".join(
+        f"{{% set a{i + 1} = a{i} and (a{i} or a{i}) %}}" for i in range(60)
+    )
+    assert suffix(chain + LOOP + "{% if a60 %}<asst>{% endif %}") == "<asst>"
 
 
 def test_a_guard_inside_the_loop_marks_the_last_message() -> None:
