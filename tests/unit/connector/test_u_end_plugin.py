@@ -303,27 +303,44 @@ def test_an_engine_gets_offsets_where_backhaul_is_configured(
     assert (request.kv_transfer_params is not None) is filled
 
 
-def test_harmony(app: RenderApp, outcomes: Callable[[], dict[str, float]]) -> None:
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions/render", {"messages": MESSAGES}),
+        ("/v1/responses/render", {"input": "hello"}),
+    ],
+)
+def test_harmony(
+    app: RenderApp,
+    path: str,
+    body: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    outcomes: Callable[[], dict[str, float]],
+) -> None:
     from vllm.entrypoints.openai.parser.harmony_utils import get_encoding
-    from vllm.renderers.online_renderer import OnlineRenderer
 
-    renderer = SimpleNamespace(
-        renderer=app.online_renderer.renderer,
-        supports_browsing=False,
-        supports_code_interpreter=False,
-        reasoning_effort_map={},
-    )
-    request = ChatCompletionRequest(messages=MESSAGES)
-    token = u_end_plugin._outbound.set(True)
-    try:
-        _, (prompt,) = OnlineRenderer._make_request_with_harmony(renderer, request)
-    finally:
-        u_end_plugin._outbound.reset(token)
-    ids = prompt["prompt_token_ids"]
-    end = request.kv_transfer_params["backhaul"]["u_end"]
-    assert get_encoding().decode(ids[end:]) == "<|start|>assistant"
+    monkeypatch.setattr(app.online_renderer, "use_harmony", True)
+    answer = app.post(path, **body)
+    ids = answer["token_ids"]
+    assert get_encoding().decode(ids[u_end_of(answer) :]) == "<|start|>assistant"
     assert outcomes() == {"filled": 1}
+
+
+def test_harmony_does_not_claim_forwarded_ids(
+    app: RenderApp, monkeypatch: pytest.MonkeyPatch, outcomes: Callable[[], dict[str, float]]
+) -> None:
+    monkeypatch.setattr(app.online_renderer, "use_harmony", True)
+    answer = chat(app, kv_transfer_params={"prompt_token_ids": [65, 66]})
+    assert answer["token_ids"] == [65, 66]
+    assert outcomes() == {"opaque_prompt": 1}
+
+
+def test_a_harmony_request_that_vllm_refuses_is_refused_as_ever(
+    app: RenderApp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app.online_renderer, "use_harmony", True)
+    with pytest.raises(AssertionError, match="reasoning_effort"):
+        chat(app, reasoning_effort="none")
 
 
 # -- switch, self-check ------------------------------------------------------------------------
