@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+import importlib
+import importlib.util
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,14 +23,14 @@ class RenderApp:
         from vllm import AsyncEngineArgs
         from vllm.config import VllmConfig
         from vllm.entrypoints.launchers.app import build_app
-        from vllm.entrypoints.launchers.cli_args import make_arg_parser
         from vllm.entrypoints.launchers.render.app_state import init_render_app_state
         from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+        parser = _cli_args().make_arg_parser(FlexibleArgumentParser())
         given = ["--model", str(model), "--served-model-name", NAME, "--max-model-len", "8192"]
         if template is not None:
             given += ["--chat-template", str(template)]
-        args = make_arg_parser(FlexibleArgumentParser()).parse_args([*given, *arguments])
+        args = parser.parse_args([*given, *arguments])
         config = VllmConfig(model_config=AsyncEngineArgs.from_cli_args(args).create_model_config())
         self.loop = asyncio.new_event_loop()
         self.app = build_app(args, ("render",))
@@ -56,11 +58,22 @@ class RenderApp:
         self.loop.close()
 
 
-Maker = Callable[..., RenderApp]
+def _cli_args() -> Any:
+    """vLLM 0.33 moved the module."""
+    names = ("vllm.entrypoints.common.cli_args", "vllm.entrypoints.launchers.cli_args")
+    found = next(n for n in names if importlib.util.find_spec(n) is not None)
+    return importlib.import_module(found)
+
+
+def params_of(answer: dict[str, Any]) -> dict[str, Any]:
+    """kv_transfer_params of a rendered request; vLLM 0.33 has them at top level only."""
+    extra = answer["sampling_params"].get("extra_args") or {}
+    params: dict[str, Any] = (
+        extra.get("kv_transfer_params") or answer.get("kv_transfer_params") or {}
+    )
+    return params
 
 
 def u_end_of(answer: dict[str, Any]) -> Any:
     """The offset in a rendered request."""
-    extra = answer["sampling_params"].get("extra_args") or {}
-    params = extra.get("kv_transfer_params") or {}
-    return (params.get("backhaul") or {}).get("u_end")
+    return (params_of(answer).get("backhaul") or {}).get("u_end")

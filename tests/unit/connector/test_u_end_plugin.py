@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from render_app import RenderApp, u_end_of
+from render_app import RenderApp, params_of, u_end_of
 
 pytest.importorskip("vllm")
 
@@ -173,7 +173,7 @@ def test_what_the_client_says_wins(
 
 def test_other_parameters_stay(app: RenderApp) -> None:
     answer = chat(app, kv_transfer_params={"do_remote_decode": True, "backhaul": {"load": False}})
-    params = answer["sampling_params"]["extra_args"]["kv_transfer_params"]
+    params = params_of(answer)
     assert params["do_remote_decode"] is True
     assert params["backhaul"]["load"] is False
     assert suffix(app, answer) == HEADER
@@ -184,7 +184,7 @@ def test_malformed_parameters_are_left_alone(
     app: RenderApp, hints: Any, outcomes: Callable[[], dict[str, float]]
 ) -> None:
     answer = chat(app, kv_transfer_params={"backhaul": hints})
-    assert answer["sampling_params"]["extra_args"]["kv_transfer_params"] == {"backhaul": hints}
+    assert params_of(answer) == {"backhaul": hints}
     assert outcomes() == {"malformed_params": 1}
 
 
