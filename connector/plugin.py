@@ -1,4 +1,5 @@
-"""vLLM plugin: makes ``BackhaulConnector`` known by name, which MultiConnector needs.
+"""vLLM plugin: makes ``BackhaulConnector`` known by name, which MultiConnector needs, and has U_end
+recorded where vLLM renders.
 
 Runs in every vLLM process and may run several times, so it is light and idempotent.
 """
@@ -7,6 +8,8 @@ from __future__ import annotations
 
 import os
 from typing import Any
+
+from backhaul.connector import u_end_plugin
 
 NAME = "BackhaulConnector"
 
@@ -20,6 +23,7 @@ def register() -> None:
 
     if NAME not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(NAME, "backhaul.connector.connector", NAME)
+    u_end_plugin.register()
     delay = os.environ.get(PROGRESS_DELAY_ENV, "")
     if delay.isdigit():
         _calm_nixl(int(delay))

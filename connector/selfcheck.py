@@ -26,11 +26,14 @@ class Surface(NamedTuple):
     test: Callable[[Any], bool]
 
 
-def _parameters(*names: str) -> Callable[[Any], bool]:
+def parameters(*names: str) -> Callable[[Any], bool]:
+    """A test: the callable has these parameters."""
     return lambda f: set(names) <= set(inspect.signature(f).parameters)
 
 
-def _source_has(*fragments: str) -> Callable[[Any], bool]:
+def source_has(*fragments: str) -> Callable[[Any], bool]:
+    """A test: the source contains these fragments."""
+
     def test(item: Any) -> bool:
         source = inspect.getsource(item)
         return all(fragment in source for fragment in fragments)
@@ -56,77 +59,77 @@ _HASHES = "vllm.v1.core.kv_cache_utils"
 SURFACES: tuple[Surface, ...] = (
     Surface(
         _BASE, "KVConnectorBase_V1.__init__", "three-argument constructor",
-        _parameters("vllm_config", "role", "kv_cache_config"),
+        parameters("vllm_config", "role", "kv_cache_config"),
     ),
     Surface(
         _BASE, "KVConnectorBase_V1.get_transfer_results", "transfer results",
-        _parameters("finished_req_ids"),
+        parameters("finished_req_ids"),
     ),
     Surface(
         _BASE, "KVConnectorBase_V1.bind_kv_cache_manager", "access to the cache manager",
-        _parameters("kv_cache_manager"),
+        parameters("kv_cache_manager"),
     ),
-    Surface(_BASE, "KVConnectorBase_V1.on_new_request", "arrival hook", _parameters("request")),
+    Surface(_BASE, "KVConnectorBase_V1.on_new_request", "arrival hook", parameters("request")),
     Surface(
         _BASE, "KVConnectorBase_V1.update_connector_output", "worker reports",
-        _parameters("connector_output"),
+        parameters("connector_output"),
     ),
     Surface(
-        _BASE, "KVConnectorBase_V1.build_connector_worker_meta", "worker reports", _parameters()
+        _BASE, "KVConnectorBase_V1.build_connector_worker_meta", "worker reports", parameters()
     ),
-    Surface(_BASE, "KVConnectorBase_V1.has_pending_push_work", "stepping on", _parameters()),
+    Surface(_BASE, "KVConnectorBase_V1.has_pending_push_work", "stepping on", parameters()),
     Surface(
         _BASE, "SupportsHMA.request_finished_all_groups", "hybrid finish hook",
-        _parameters("request", "block_ids"),
+        parameters("request", "block_ids"),
     ),
     Surface(
         "vllm.v1.request", "Request.__init__", "request attributes",
-        _source_has(
+        source_has(
             "self.num_computed_tokens", "self.num_in_flight_tokens", "self.num_preemptions",
             "self.shared_prefix_boundary", "self.kv_transfer_params", "self.block_hashes",
             "self.skip_reading_prefix_cache", "self.prefill_stats",
         ),
     ),
     Surface(
-        "vllm.v1.core.block_pool", "BlockPool.touch", "block references", _parameters("blocks")
+        "vllm.v1.core.block_pool", "BlockPool.touch", "block references", parameters("blocks")
     ),
     Surface(
         "vllm.v1.core.block_pool", "BlockPool.free_blocks", "block references",
-        _parameters("ordered_blocks"),
+        parameters("ordered_blocks"),
     ),
     Surface(
-        "vllm.v1.core.block_pool", "BlockPool.__init__", "block table", _source_has("self.blocks")
+        "vllm.v1.core.block_pool", "BlockPool.__init__", "block table", source_has("self.blocks")
     ),
     Surface(
         "vllm.v1.core.kv_cache_manager", "KVCacheManager.__init__", "names of groups in KV events",
-        _source_has("self.kv_cache_event_metadata"),
+        source_has("self.kv_cache_event_metadata"),
     ),
     Surface(
         "vllm.v1.core.kv_cache_utils", "generate_block_hash_extra_keys", "KV events",
-        _parameters("request", "start_token_idx", "end_token_idx", "start_mm_idx"),
+        parameters("request", "start_token_idx", "end_token_idx", "start_mm_idx"),
     ),
     Surface(
         "vllm.v1.core.kv_cache_utils", "to_event_extra_keys", "KV events",
-        _parameters("extra_keys"),
+        parameters("extra_keys"),
     ),
     Surface(
         "vllm.v1.core.kv_cache_utils", "maybe_convert_block_hash", "KV events",
-        _parameters("hash_bytes"),
+        parameters("hash_bytes"),
     ),
     Surface(
         "vllm.v1.core.kv_cache_utils", "KVCacheBlock.block_hash_num_tokens",
         "prefix that a block is cached under", lambda item: isinstance(item, property),
     ),
     Surface(
-        "vllm.config", "SpeculativeConfig.use_eagle_block_drop", "EAGLE block drop", _parameters()
+        "vllm.config", "SpeculativeConfig.use_eagle_block_drop", "EAGLE block drop", parameters()
     ),
     Surface(
         "vllm.v1.core.kv_cache_manager", "KVCacheManager.free", "freeing a failed load",
-        _parameters("request"),
+        parameters("request"),
     ),
     Surface(
         "vllm.v1.core.kv_cache_manager", "KVCacheManager.reset_prefix_cache", "cache reset",
-        _parameters(),
+        parameters(),
     ),
     Surface(
         "vllm.v1.core.kv_cache_manager", "KVCacheManager.get_computed_blocks",
@@ -136,24 +139,24 @@ SURFACES: tuple[Surface, ...] = (
     Surface(
         "vllm.v1.core.kv_cache_coordinator", "HybridKVCacheCoordinator.find_longest_cache_hit",
         "the junction candidate",
-        _source_has(
+        source_has(
             "block_hashes", "max_cache_hit_length", "                self.attention_groups\n",
             "return cache_hit_blocks, hit_length, num_uncached_common_prefix_tokens",
         ),
     ),
     Surface(
-        "vllm.v1.core.kv_cache_coordinator", "SpecGroup", "groups by kind", _source_has("spec: ")
+        "vllm.v1.core.kv_cache_coordinator", "SpecGroup", "groups by kind", source_has("spec: ")
     ),
     Surface(
-        "vllm.v1.core.kv_cache_manager", "KVCacheBlocks.get_block_ids", "block ids", _parameters()
+        "vllm.v1.core.kv_cache_manager", "KVCacheBlocks.get_block_ids", "block ids", parameters()
     ),
     Surface(
         "vllm.v1.core.sched.output", "KVConnectorBlockState.get_block_ids", "block ids",
-        _parameters("req_id"),
+        parameters("req_id"),
     ),
     Surface(
         _SCHEDULER, "Scheduler._mamba_block_aligned_split", "forced chunk ends",
-        _source_has("shared_prefix_boundary"),
+        source_has("shared_prefix_boundary"),
     ),
     Surface(
         _SCHEDULER, "Scheduler.schedule", "order of the boundary's assignment and the lookup",
@@ -168,47 +171,47 @@ SURFACES: tuple[Surface, ...] = (
         _in_order("update_connector_output(", "finished_recving_kv_req_ids.add("),
     ),
     Surface(
-        "vllm.v1.kv_cache_interface", "MambaSpec", "align mode", _source_has("mamba_cache_mode")
+        "vllm.v1.kv_cache_interface", "MambaSpec", "align mode", source_has("mamba_cache_mode")
     ),
     Surface(
         "vllm.v1.kv_cache_interface", "KVCacheConfig", "hash unit and groups",
-        _source_has("hash_block_size", "prefix_cacheable_group_ids", "kv_cache_layout"),
+        source_has("hash_block_size", "prefix_cacheable_group_ids", "kv_cache_layout"),
     ),
     Surface(
         "vllm.v1.kv_cache_interface", "KVCacheGroupSpec", "draft groups",
-        _source_has("is_eagle_group", "layer_names", "kv_cache_spec"),
+        source_has("is_eagle_group", "layer_names", "kv_cache_spec"),
     ),
     Surface(
         "vllm.v1.kv_cache_interface", "AttentionSpec", "a page's interior",
-        _source_has(
+        source_has(
             "num_kv_heads", "head_size_v", "kv_quant_mode", "num_head_slots",
             "state_content_bytes", "tokens_per_state", "real_page_size_bytes",
         ),
     ),
     Surface(
         "vllm.v1.kv_cache_interface", "RSWASpec", "groups that drop generated blocks",
-        _source_has("rswa_window"),
+        source_has("rswa_window"),
     ),
     Surface(
         _HASHES, "resolve_kv_cache_block_sizes", "derived block sizes",
-        _parameters("kv_cache_config", "vllm_config"),
+        parameters("kv_cache_config", "vllm_config"),
     ),
-    Surface(_HASHES, "resolve_none_hash_seed", "start of the hash chain", _parameters("hash_fn")),
+    Surface(_HASHES, "resolve_none_hash_seed", "start of the hash chain", parameters("hash_fn")),
     Surface(
         _HASHES, "init_none_hash", "start of the hash chain",
-        _source_has("resolve_none_hash_seed(hash_fn)", "hash_fn(_NONE_HASH_SEED)"),
+        source_has("resolve_none_hash_seed(hash_fn)", "hash_fn(_NONE_HASH_SEED)"),
     ),
     Surface(
         _HASHES, "hash_block_tokens", "links of the hash chain",
-        _parameters("hash_function", "parent_block_hash", "curr_block_token_ids", "extra_keys"),
+        parameters("hash_function", "parent_block_hash", "curr_block_token_ids", "extra_keys"),
     ),
     Surface(
         "vllm.v1.attention.selector", "get_attn_backend", "choice of the attention backend",
-        _parameters("head_size", "dtype", "kv_cache_dtype", "use_mla", "has_sliding_window"),
+        parameters("head_size", "dtype", "kv_cache_dtype", "use_mla", "has_sliding_window"),
     ),
     Surface(
         "vllm.model_executor.layers.mamba.mamba_utils", "get_conv_state_layout",
-        "convolution layout", _parameters(),
+        "convolution layout", parameters(),
     ),
 )  # fmt: skip
 

@@ -13,6 +13,7 @@ from backhaul.deploy import (
     demo_command,
     doctor_command,
     explain_command,
+    lint_command,
     proxy_command,
     store_command,
     up_command,
@@ -32,6 +33,7 @@ app.command("up")(up_command.up)
 app.command("checkpoints")(checkpoints_command.checkpoints)
 app.command("doctor")(doctor_command.doctor)
 app.command("explain")(explain_command.explain)
+app.command("lint-template")(lint_command.lint_template)
 
 
 def _show_version(wanted: bool) -> None:

