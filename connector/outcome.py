@@ -98,6 +98,8 @@ def tag_candidates(
                 if consumable and not chosen
                 else None,
                 age_s=round(match.age_s, 3),
+                field=match.field,
+                domain=match.domain,
             )
         )
     return tuple(candidates)

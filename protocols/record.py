@@ -19,7 +19,9 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """A checkpoint at one of the request's boundaries, with its tags.
 
     ``reason`` says why it is not consumable, ``passed_over`` why it is consumable and not selected;
-    exactly one of them is set unless it is selected. Raises ``ValueError`` otherwise.
+    exactly one of them is set unless it is selected. With ``DOMAIN_MISMATCH``, ``domain`` is where
+    it lies and ``field`` the first field of that domain that differs. Raises ``ValueError``
+    otherwise.
     """
 
     boundary: int
@@ -31,6 +33,8 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     reason: Reason | None = None
     passed_over: PassedOver | None = None
     age_s: float = 0.0
+    field: str = ""
+    domain: str = ""
 
     def __post_init__(self) -> None:
         check_tags(self.retained, self.hash_matched, self.consumable, self.selected, self.reason)

@@ -219,6 +219,13 @@ def read_prefill(endpoint: Endpoint, answer: Any) -> PrefillAnswer | None:
     )
 
 
+def _input_end(record: Mapping[str, Any] | None) -> int | None:
+    """U_end as the connector's record tells it (see ``protocols.record.InputEnd``)."""
+    told = record.get("input_end") if record else None
+    given = told.get("given") if isinstance(told, dict) else None
+    return given if type(given) is int else None
+
+
 def _token_ids(endpoint: Endpoint, answer: Mapping[str, Any]) -> tuple[int, ...] | None:
     ids: Any = None
     if endpoint is Endpoint.CHAT:
@@ -246,9 +253,9 @@ def decode_body(
         leg.pop("kv_transfer_params", None)
         return leg | ({"kv_transfer_params": {"backhaul": given}} if given else {})
     transfer = dict(prefill.params)
-    if prefill.record and type(prefill.record.get("u_end")) is int:
+    if (offset := _input_end(prefill.record)) is not None:
         # The client's own offset is for its own render, which is not the one that was used.
-        given = given | {"u_end": prefill.record["u_end"]}
+        given = given | {"u_end": offset}
     if given:
         transfer["backhaul"] = given
     if prefill.token_ids is not None:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from backhaul.protocols.record import InputEnd, InputEndOutcome, RequestRecord, to_params
 from backhaul.proxy.legs import (
     Endpoint,
     Handover,
@@ -126,8 +127,11 @@ def test_a_plain_prompt_is_replaced_by_its_tokens() -> None:
     assert leg == {"prompt": [5, 6], "kv_transfer_params": PARAMS}
 
 
+OF_PREFILL = InputEnd(outcome=InputEndOutcome.PUBLISHED, given=40, boundary=32)
+
+
 def test_u_end_of_the_render_that_was_used_wins() -> None:
-    prefill = PrefillAnswer(params=PARAMS, record={"u_end": 40, "loaded_tokens": 3})
+    prefill = PrefillAnswer(params=PARAMS, record=to_params(RequestRecord(input_end=OF_PREFILL)))
     body = CHAT | {"kv_transfer_params": {"backhaul": {"u_end": 9, "publish": False}}}
     leg = decode_body(Endpoint.CHAT, body, prefill)
     assert leg["kv_transfer_params"]["backhaul"] == {"u_end": 40, "publish": False}
