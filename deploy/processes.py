@@ -114,7 +114,7 @@ class Service(abc.ABC):
         age_s = time.monotonic() - self._started_at
         healthy = False
         with suppress(httpx.TransportError):
-            healthy = httpx.get(self.health_url, timeout=2.0).is_success
+            healthy = self.is_ready(httpx.get(self.health_url, timeout=2.0))
         if not healthy and age_s > timeout_s:
             raise ServiceError(
                 f"{self.name} is not healthy after {timeout_s:.0f} s; "
@@ -123,6 +123,10 @@ class Service(abc.ABC):
         if on_progress:
             on_progress(self.name, age_s, healthy)
         return healthy
+
+    def is_ready(self, answer: httpx.Response) -> bool:
+        """Whether what the health address answered means that the service is ready."""
+        return answer.is_success
 
     def check_running(self) -> None:
         """Raise :class:`ServiceError` with the end of the log if the process has ended."""

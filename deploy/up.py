@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import httpx
+
 from backhaul.deploy.engines import Engine, EngineSpec, StoreDaemon, pair_config
 from backhaul.deploy.processes import Service, free_port
 from backhaul.protocols.errors import ConfigError
@@ -85,7 +87,8 @@ class UpPlan:
 
 
 class ProxyService(Service):
-    """One ``backhaul proxy`` process. Healthy once a decode engine is."""
+    """One ``backhaul proxy`` process. It has started once it sees every engine healthy: before
+    that it would answer, but not hand over."""
 
     def __init__(
         self,
@@ -114,6 +117,13 @@ class ProxyService(Service):
     @property
     def health_url(self) -> str:
         return f"{self.url}/health"
+
+    def is_ready(self, answer: httpx.Response) -> bool:
+        """Success, and every engine that is listed is healthy."""
+        if not super().is_ready(answer):
+            return False
+        state = answer.json()
+        return all(all(state[role].values()) for role in ("prefill", "decode"))
 
     def command(self) -> list[str]:
         host = f"[{self._host}]" if ":" in self._host else self._host

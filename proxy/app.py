@@ -192,9 +192,9 @@ class _Queries:
     async def health(self, request: Request) -> Response:
         """200 while a decode worker is healthy: without prefill, requests are still answered."""
         cluster = self._cluster
-        ok = bool(cluster.decode.healthy)
+        ok = any(worker.health.known_healthy for worker in cluster.decode.workers)
         state = {
-            pool.role: {worker.url: worker.health.healthy for worker in pool.workers}
+            pool.role: {worker.url: worker.health.known_healthy for worker in pool.workers}
             for pool in (cluster.prefill, cluster.decode)
         }
         return JSONResponse(

@@ -21,17 +21,24 @@ FAILURES_UNTIL_UNHEALTHY = 2
 
 @dataclass(frozen=True)
 class Health:
-    """What the checks say about one worker. Workers count as healthy until checked."""
+    """What the checks say about one worker. Workers get requests until a check says otherwise, but
+    are not told to be healthy before one has said so."""
 
     healthy: bool = True
     failures: int = 0
+    checked: bool = False
+
+    @property
+    def known_healthy(self) -> bool | None:
+        """For people and load balancers; None before the first check."""
+        return self.healthy if self.checked else None
 
     def observed(self, *, ok: bool) -> Health:
         """After one more check."""
         if ok:
-            return Health()
+            return Health(checked=True)
         failures = self.failures + 1
-        return Health(self.healthy and failures < FAILURES_UNTIL_UNHEALTHY, failures)
+        return Health(self.healthy and failures < FAILURES_UNTIL_UNHEALTHY, failures, True)
 
     def refused(self) -> Health:
         """After a connection was refused: out until a check succeeds."""

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from e2e_kit import AlonePair, B, assert_idle, tokens
 
-from backhaul.deploy.engines import Engine, EngineSpec
-from backhaul.deploy.pair import EngineClient, backhaul_config
+from backhaul.deploy.engines import Engine, EngineSpec, backhaul_config
+from backhaul.deploy.pair import EngineClient
 from backhaul.deploy.processes import Cluster
 from backhaul.protocols.comparison import compare
 from backhaul.transfer.backends.inspector import StoreInspector

@@ -25,7 +25,7 @@ def test_a_refused_connection_counts_in_full_until_a_check_succeeds() -> None:
     health = Health().refused()
     assert not health.healthy
     assert not health.observed(ok=False).healthy
-    assert health.observed(ok=True) == Health()
+    assert health.observed(ok=True) == Health(checked=True)
 
 
 def test_load_is_given_back_however_a_request_ends() -> None:
@@ -71,3 +71,10 @@ def test_settings_that_make_no_sense(change: dict[str, object], words: str) -> N
     settings: dict[str, object] = {"prefill": ("http://p",), "decode": ("http://d",)}
     with pytest.raises(ConfigError, match=words):
         ProxySettings(**(settings | change))  # type: ignore[arg-type]
+
+
+def test_nobody_is_told_to_be_healthy_before_a_check() -> None:
+    health = Health()
+    assert health.healthy and health.known_healthy is None
+    assert health.observed(ok=True).known_healthy is True
+    assert health.observed(ok=False).observed(ok=False).known_healthy is False
