@@ -51,7 +51,8 @@ FOLLOWS: Mapping[str, tuple[str, ...]] = {
     "layout.groups": ("model", "draft_model", "speculative_tokens", "pipeline_parallel"),
     "layout.groups.interior": (
         "model", "kv_dtype", "state_dtypes", "compute_dtype", "tensor_parallel",
-        "speculative_tokens", "attention_backend", "cpu_isa", "platform", "layout.groups",
+        "speculative_tokens", "attention_backend", "cpu_isa", "platform", "conv_layout",
+        "layout.groups",
     ),
     # vLLM raises attention blocks until their pages are as large as a recurrent state.
     "layout.groups.block_tokens": (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -77,7 +78,12 @@ def test_engines_of_two_domains_share_nothing(
     with StoreInspector(alone.store.uri, timeout_s=5) as inspector:
         records = [domain.record for domain in inspector.domains()]
     pairs = [compare(a, b) for a in records for b in records if a != b]
-    assert [field] in [[cause.path for cause in pair.causes] for pair in pairs]
+    assert {_general(field)} in [{_general(cause.path) for cause in pair.causes} for pair in pairs]
+
+
+def _general(path: str) -> str:
+    """Without the groups' indices."""
+    return re.sub(r"\[\d+\]", "", path)
 
 
 def test_the_stranger_still_answers_right_and_uses_its_own(
