@@ -20,7 +20,8 @@ DOMAIN_VERSION = 2
 
 1: first version.
 2: compute type, drafting model, CPU instruction set and scheduler block as fields of their own;
-   groups name their layers, their page's interior and whether they belong to the draft.
+   groups name their layers, their page's interior, whether they belong to the draft and how many
+   ranks hold them alike.
 """
 
 
