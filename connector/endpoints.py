@@ -27,12 +27,14 @@ class RequestHints(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         u_end: the U_end token position, or None where the renderer gave none.
+        user_turn: whether the last message before it is a user's.
         publish: whether this request's checkpoints may be published.
         load: whether this request may load from the store.
         rejected: names of fields whose value was ignored, to be counted.
     """
 
     u_end: int | None = None
+    user_turn: bool = False
     publish: bool = True
     load: bool = True
     rejected: tuple[str, ...] = ()
@@ -41,7 +43,7 @@ class RequestHints(msgspec.Struct, frozen=True, kw_only=True):
 def parse_hints(params: object, prompt_tokens: int) -> RequestHints:
     """Read a request's hints. Never raises: what is malformed is named in ``rejected``.
 
-    ``u_end`` must be an int (no bool) in 1 ... ``prompt_tokens``, ``publish`` and ``load`` bools.
+    ``u_end`` must be an int (no bool) in 1 ... ``prompt_tokens``, the others bools.
     Unknown fields are left alone, since a proxy may hand one leg's answer to the other.
     """
     if params is None:
@@ -53,12 +55,13 @@ def parse_hints(params: object, prompt_tokens: int) -> RequestHints:
     if u_end is not None and (type(u_end) is not int or not 1 <= u_end <= prompt_tokens):
         rejected.append("u_end")
         u_end = None
-    switches = {name: params.get(name) for name in ("publish", "load")}
+    switches = {name: params.get(name) for name in ("publish", "load", "user_turn")}
     rejected += [n for n, value in switches.items() if not isinstance(value, bool | None)]
     return RequestHints(
         u_end=u_end,
         publish=switches["publish"] is not False,
         load=switches["load"] is not False,
+        user_turn=switches["user_turn"] is True,
         rejected=tuple(rejected),
     )
 

@@ -368,6 +368,7 @@ class Publisher:
             hashes=tuple(bytes(h) for h in hashes[:count]),
             kinds=kinds,
             producer=self._engine_id,
+            user_turn=CheckpointKind.INPUT_END in kinds and tracked.hints.user_turn,
         )
         job = self._dispatch(tracked, publication, blocks, manifest, kinds, pin.boundary)
         if job is None:
@@ -436,6 +437,8 @@ class Publisher:
             if sending.pathless:
                 self._stats.count("publication_failures", Reason.NO_PUBLICATION_PATH)
             self._count_published(sending.kinds)
+            if tracked is not None and CheckpointKind.INPUT_END in sending.kinds:
+                self._stats.count("user_turns_published", n=tracked.hints.user_turn)
             if tracked is not None:
                 above = tracked.loaded.boundary if tracked.loaded else 0
                 self._events.stored(tracked.request, sending.upto, above=above)

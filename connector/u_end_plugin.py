@@ -16,7 +16,7 @@ import importlib.util
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -337,9 +337,20 @@ def _filled(request: Any, find: Callable[[], UEnd]) -> str:
     if found.tokens is None:
         return found.reason or Reason.ERROR
     # Not in place: the requests of a batch share one object.
-    filled = {**hints, "u_end": found.tokens}
+    filled = {"user_turn": _ends_with_user(request), **hints, "u_end": found.tokens}
     request.kv_transfer_params = {**params, "backhaul": filled}
     return FILLED
+
+
+def _ends_with_user(request: Any) -> bool:
+    """Whether the last message of a chat (``messages``) or Responses (``input``) request is a
+    user's, and not a tool's result."""
+    messages = getattr(request, "messages", None) or getattr(request, "input", None)
+    if isinstance(messages, str):
+        return True
+    last = messages[-1] if isinstance(messages, Sequence) and messages else None
+    role = last.get("role") if isinstance(last, Mapping) else getattr(last, "role", None)
+    return role == "user"
 
 
 @functools.cache

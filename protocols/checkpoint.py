@@ -95,12 +95,15 @@ class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
             to the one that ends at ``boundary``.
         kinds: logical ends that materialised here.
         producer: who made it (engine id), for people.
+        user_turn: it is the U_end of a user's message. Once a tool loop is over, the next user
+            message rewrites the loop, and this is the deepest end that still matches.
     """
 
     boundary: int
     hashes: tuple[bytes, ...]
     kinds: tuple[CheckpointKind, ...]
     producer: str = ""
+    user_turn: bool = False
 
 
 class CheckpointMatch(msgspec.Struct, frozen=True, kw_only=True):

@@ -178,6 +178,7 @@ ENGINE: dict[str, Metric] = {
     "load_seconds": _histogram("Time of one load, dispatch to the last rank.", _LOAD_BUCKETS_S),
     # -- publications --
     "publications": _counter("Logical ends published.", KIND),
+    "user_turns_published": _counter("U_ends of users' messages among those."),
     "checkpoints_published": _counter("Checkpoints published, by primary kind.", KIND),
     "duplicate_ends": _counter(
         "Logical ends that share a published checkpoint with the end it is named by.", KIND
@@ -276,6 +277,7 @@ STORE: dict[str, Metric] = {
     "evicted_bytes": _counter("Bytes freed by evicting checkpoints."),
     "evicted_state_bytes": _counter("Recurrent state bytes among those.", PRIMARY_KIND),
     "evicted_unused_checkpoints": _counter("Evicted checkpoints that no lookup ever hit."),
+    "evicted_user_turns": _counter("Evicted U_ends of users' messages."),
     "evicted_loose_objects": _counter("Objects of no checkpoint that were evicted."),
     "evicted_age_seconds": _histogram(
         "Life of evicted checkpoints, from visible to evicted.", _AGE_BUCKETS_S, PRIMARY_KIND

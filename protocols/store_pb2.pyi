@@ -256,16 +256,18 @@ class Written(_message.Message):
     def __init__(self, key: _Optional[_Union[Key, _Mapping]] = ..., token: _Optional[int] = ..., checksum: _Optional[int] = ...) -> None: ...
 
 class Manifest(_message.Message):
-    __slots__ = ("boundary", "hashes", "kinds", "producer")
+    __slots__ = ("boundary", "hashes", "kinds", "producer", "user_turn")
     BOUNDARY_FIELD_NUMBER: _ClassVar[int]
     HASHES_FIELD_NUMBER: _ClassVar[int]
     KINDS_FIELD_NUMBER: _ClassVar[int]
     PRODUCER_FIELD_NUMBER: _ClassVar[int]
+    USER_TURN_FIELD_NUMBER: _ClassVar[int]
     boundary: int
     hashes: _containers.RepeatedScalarFieldContainer[bytes]
     kinds: _containers.RepeatedScalarFieldContainer[str]
     producer: str
-    def __init__(self, boundary: _Optional[int] = ..., hashes: _Optional[_Iterable[bytes]] = ..., kinds: _Optional[_Iterable[str]] = ..., producer: _Optional[str] = ...) -> None: ...
+    user_turn: bool
+    def __init__(self, boundary: _Optional[int] = ..., hashes: _Optional[_Iterable[bytes]] = ..., kinds: _Optional[_Iterable[str]] = ..., producer: _Optional[str] = ..., user_turn: _Optional[bool] = ...) -> None: ...
 
 class CommitRequest(_message.Message):
     __slots__ = ("domain_id", "publication_id", "rank", "written", "manifest")

@@ -154,6 +154,7 @@ class CheckpointTable:
         self._counters["evicted_bytes"] += used_before - self._objects.arena.used_bytes
         self._counters["evicted_lifetime_ms"] += int((now - checkpoint.created_at) * 1000)
         self._counters["evicted_unused_checkpoints"] += checkpoint.hits == 0
+        self._counters["evicted_user_turns"] += checkpoint.user_turn
         kind = primary_kind(checkpoint.kinds)
         self._counters[f"evicted_checkpoints_{kind}"] += 1
         self._counters[f"evicted_state_bytes_{kind}"] += checkpoint.state_bytes
@@ -314,6 +315,7 @@ def _unusable(known: Checkpoint | Tombstone, reason: Reason, age_s: float) -> Ch
 
 
 def _add_kinds(checkpoint: Checkpoint, manifest: CheckpointManifest) -> None:
+    checkpoint.user_turn |= manifest.user_turn
     for kind in manifest.kinds:
         if kind not in checkpoint.kinds:
             checkpoint.kinds.append(kind)

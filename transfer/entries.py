@@ -87,6 +87,7 @@ class Checkpoint:
         state_bytes, attention_bytes: of all parts so far.
         parent: the deepest visible checkpoint that this one was seen to extend.
         children: visible checkpoints whose parent this is, in the order of their arrival.
+        user_turn: the U_end of a user's message.
     """
 
     domain: Domain
@@ -106,6 +107,7 @@ class Checkpoint:
     attention_bytes: int = 0
     parent: Checkpoint | None = None
     children: dict[Checkpoint, None] = field(default_factory=dict)
+    user_turn: bool = False
 
     @property
     def pinned(self) -> bool:

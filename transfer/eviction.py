@@ -25,7 +25,8 @@ class LeastRecentlyUsed:
     A use refreshes every checkpoint that the used one extends, so those of one living
     conversation are equally recent. Among them decode ends go first, since a rewritten history
     (reasoning dropped at the next user message) leaves them unreachable while the ends of its
-    inputs still match; and shallow ones before deep ones, which resume later.
+    inputs still match. The ends of users' messages go last: a tool loop's own inputs are rewritten
+    with it. Otherwise shallow ones go before deep ones, which resume later.
     """
 
     def order(self, checkpoints: Sequence[Checkpoint], now: float) -> list[Checkpoint]:
@@ -33,9 +34,15 @@ class LeastRecentlyUsed:
         return sorted(checkpoints, key=_recency)
 
 
-def _recency(checkpoint: Checkpoint) -> tuple[float, bool, int, int]:
+def _recency(checkpoint: Checkpoint) -> tuple[float, bool, bool, int, int]:
     outlives_rewriting = any(kind is not CheckpointKind.DECODE_END for kind in checkpoint.kinds)
-    return checkpoint.used_at, outlives_rewriting, checkpoint.boundary, checkpoint.serial
+    return (
+        checkpoint.used_at,
+        outlives_rewriting,
+        checkpoint.user_turn,
+        checkpoint.boundary,
+        checkpoint.serial,
+    )
 
 
 class Reclaimer:

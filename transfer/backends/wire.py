@@ -60,6 +60,7 @@ def manifest_message(manifest: CheckpointManifest) -> store_pb2.Manifest:
         hashes=manifest.hashes,
         kinds=[kind.value for kind in manifest.kinds],
         producer=manifest.producer,
+        user_turn=manifest.user_turn,
     )
 
 

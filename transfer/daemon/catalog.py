@@ -388,4 +388,5 @@ def _manifest(manifest: store_pb2.Manifest) -> CheckpointManifest:
         hashes=tuple(manifest.hashes),
         kinds=_members(CheckpointKind, "checkpoint kind", manifest.kinds),
         producer=manifest.producer,
+        user_turn=manifest.user_turn,
     )

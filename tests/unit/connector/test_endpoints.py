@@ -53,6 +53,15 @@ def test_a_request_may_opt_out(name: str, value: Any, on: bool) -> None:
     assert getattr(parse_hints({name: value}, 10), name) is on
 
 
+@pytest.mark.parametrize(
+    ("value", "on"), [(None, False), (True, True), (False, False), (1, False), ("yes", False)]
+)
+def test_only_true_marks_a_users_turn(value: Any, on: bool) -> None:
+    hints = parse_hints({"u_end": 5, "user_turn": value}, 10)
+    assert (hints.user_turn, hints.u_end) == (on, 5)
+    assert hints.rejected == (() if value is None or isinstance(value, bool) else ("user_turn",))
+
+
 @pytest.mark.parametrize("name", ["publish", "load"])
 @pytest.mark.parametrize("value", [0, "no", [], 1.0])
 def test_a_malformed_opt_out_is_named_and_ignored(name: str, value: Any) -> None:

@@ -90,6 +90,23 @@ def test_tools_and_their_results(app: RenderApp) -> None:
     assert app.tokenizer.decode(answer["token_ids"]).count("42</tool_response>") == 1
 
 
+def test_the_end_of_a_users_message_is_told_from_that_of_a_tools_result(app: RenderApp) -> None:
+    """Once a tool loop is over it is rewritten; what the user said before it is not."""
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    loop = [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "42"},
+    ]
+    hints = [
+        params_of(chat(app, messages))["backhaul"]
+        for messages in (MESSAGES, [*MESSAGES, *loop], [*MESSAGES, *loop, MESSAGES[1]])
+    ]
+    assert [one["user_turn"] for one in hints] == [True, False, True]
+    for given in ("hello", [{"role": "user", "content": "hello"}]):
+        answer = app.post("/v1/responses/render", input=given)
+        assert params_of(answer)["backhaul"]["user_turn"] is True
+
+
 def test_responses(app: RenderApp) -> None:
     answer = app.post("/v1/responses/render", input="hello", instructions="be brief")
     assert suffix(app, answer) == HEADER

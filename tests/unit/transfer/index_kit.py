@@ -69,7 +69,7 @@ def keys_of(layout: CacheLayout, tokens: str, rank: int = 0) -> list[ObjectKey]:
 
 
 def manifest_of(
-    tokens: str, *kinds: CheckpointKind, producer: str = "engine-1"
+    tokens: str, *kinds: CheckpointKind, producer: str = "engine-1", user_turn: bool = False
 ) -> CheckpointManifest:
     """The manifest of the checkpoint at the end of ``tokens``."""
     return CheckpointManifest(
@@ -77,6 +77,7 @@ def manifest_of(
         hashes=tuple(chain(tokens)),
         kinds=kinds or (CheckpointKind.DECODE_END,),
         producer=producer,
+        user_turn=user_turn,
     )
 
 
@@ -145,15 +146,15 @@ class Driver:
         name: str | None = None,
         domain: DomainId | None = None,
         end: bool = True,
+        user_turn: bool = False,
     ) -> CommitResult:
         """Reserve, commit and (if ``end``) abandon a whole checkpoint of all ranks."""
         name = name or f"publication of {tokens}"
         result = CommitResult(False)
         for rank in range(self.layout.ranks):
             grants = self.reserve(name, keys_of(self.layout, tokens, rank), domain)
-            result = self.commit(
-                name, grants, manifest_of(tokens, *kinds), rank=rank, domain=domain
-            )
+            manifest = manifest_of(tokens, *kinds, user_turn=user_turn)
+            result = self.commit(name, grants, manifest, rank=rank, domain=domain)
         if end:
             self.abandon(name)
         return result

@@ -4,6 +4,8 @@ import math
 from collections.abc import Sequence
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from index_kit import (
     ATTENTION_BYTES,
     GRID,
@@ -441,6 +443,38 @@ def test_a_window_that_two_checkpoints_share_can_still_be_evicted() -> None:
     driver.reserve("p", [ObjectKey(0, 1, bytes([n])) for n in range(20)])
     driver.index.check()
     assert driver.visible() == set()
+
+
+@given(st.lists(st.integers(1, 3), min_size=1, max_size=5), st.booleans())
+def test_the_end_of_the_last_users_message_outlives_the_tool_loop_after_it(
+    steps: list[int], looked_up: bool
+) -> None:
+    """The next user message rewrites the loop: of all its ends only that one still matches."""
+
+    def converse(driver: Driver) -> None:
+        history = "ab"
+        driver.publish(history, INPUT, user_turn=True)
+        for number, length in enumerate(steps):  # a call, then the tool's result
+            for kind in (DECODE, INPUT):
+                driver.now += 1
+                history += chr(ord("c") + number) * length
+                driver.publish(history, kind)
+                if looked_up:
+                    driver.consumable(history)
+
+    roomy = Driver()
+    converse(roomy)
+    driver = Driver(roomy.used_bytes)
+    converse(driver)
+    kept = driver.index.domains[driver.domain].checkpoints
+    number = 0
+    while chain("ab")[-1] in kept:
+        assert driver.index.stats().counters["evicted_user_turns"] == 0
+        driver.now += 1
+        driver.publish(f"z{number}")
+        number += 1
+    assert not [one for one in kept.values() if one.boundary > 2 * GRID], "the loop went before it"
+    assert driver.index.stats().counters["evicted_user_turns"] == 1
 
 
 def test_the_order_of_eviction_can_be_exchanged() -> None:
