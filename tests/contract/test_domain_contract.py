@@ -86,7 +86,7 @@ def test_a_checkpoint_of_another_domain_comes_with_the_field_that_differs(
     ours = make_domain()
     theirs = msgspec.structs.replace(ours, state_dtypes=("bfloat16", "bfloat16"))
     writer, reader = new_worker(theirs), new_worker(ours)
-    chain = hash_chain("a", 2 * BOUNDARY)
+    chain = hash_chain("only one other domain has it", 2 * BOUNDARY)
     assert writer.publish(chain, 2 * BOUNDARY).visible
     answer = reader.store.lookup(
         reader.domain_id, at_boundaries(chain), lease_s=10.0, timeout_s=TIMEOUT_S

@@ -68,7 +68,7 @@ def test_what_divergent_hits_gain_and_lose(
     engine = pair.engine(name="prefill", role="kv_consumer")
     engine.run(whole[:A] + tokens(2, 5), 2)
     lose_states(engine)
-    before: Any = engine.counters["load_bytes|"]
+    before: Any = engine.counters["load_bytes"]
     starts = []
     execute = engine.runner.execute
 
@@ -82,7 +82,7 @@ def test_what_divergent_hits_gain_and_lose(
     assert starts == [resumed[divergent]]
     facts = engine.backhaul._half._facts
     state = sum(facts.object_bytes[group] for group, _ in engine.recurrent)
-    loaded = engine.counters["load_bytes|"] - before
+    loaded = engine.counters["load_bytes"] - before
     blocks = attention_blocks[divergent]
     assert loaded == (blocks * facts.object_bytes[0] + state if blocks else 0)
 

@@ -197,7 +197,8 @@ def test_any_mix_of_groups_round_trips(pair: Pair, mix: str, mode: str) -> None:
         second = prefill.run(first.history + tokens(9, 2), 6)
         assert second.resumed == (len(first.history) - 1) // grid * grid
         third = decode.run(second.history + tokens(2 * B, 3), 3)
-        assert third.resumed == (len(second.history) - 1) // grid * grid
+        # What the engine holds itself, vLLM also finds inside a block of the largest group.
+        assert third.resumed // grid == (len(second.history) - 1) // grid
     pair.check_idle()
 
 

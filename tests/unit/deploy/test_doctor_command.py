@@ -91,7 +91,11 @@ def test_a_store_that_is_down_is_a_problem_not_a_crash() -> None:
     assert backhaul("doctor", "--store=nonsense")[0] == 2
 
 
-@pytest.mark.parametrize("url", [f"http://127.0.0.1:{free_port()}", "nonsense", "http://[", ""])
+DISCARD_PORT = 9
+"""Nobody listens there."""
+
+
+@pytest.mark.parametrize("url", [f"http://127.0.0.1:{DISCARD_PORT}", "nonsense", "http://[", ""])
 def test_an_engine_that_cannot_be_read_is_a_problem_not_a_crash(
     store: RunningStore, url: str
 ) -> None:
