@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-import yaml
 from e2e_kit import Session, boundary, tokens
 
-from backhaul.deploy.processes import free_port
+sys.path.insert(0, str(Path(__file__).parents[1] / "prometheus"))
+from prometheus_kit import running_prometheus
 
 COMMAND = [sys.executable, "-m", "backhaul.deploy.cli"]
 
@@ -40,34 +40,10 @@ def test_doctor_sees_one_domain_and_both_engines(pair: Session) -> None:
 
 @pytest.fixture(scope="module")
 def prometheus(_pair: Session, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    program = shutil.which("prometheus")
-    if program is None:
-        pytest.fail("prometheus is missing: run scripts/setup, or apt-get install prometheus")
-    folder = tmp_path_factory.mktemp("prometheus")
     targets = [engine.url.removeprefix("http://") for engine in _pair.pair.engines.values()]
-    config = {
-        "global": {"scrape_interval": "1s"},
-        "scrape_configs": [{"job_name": "vllm", "static_configs": [{"targets": targets}]}],
-    }
-    (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
-    address = f"127.0.0.1:{free_port()}"
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(
-            [
-                program,
-                f"--config.file={folder / 'prometheus.yml'}",
-                f"--storage.tsdb.path={folder / 'data'}",
-                f"--web.listen-address={address}",
-            ],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
-    try:
-        with httpx.Client(base_url=f"http://{address}", trust_env=False) as client:
-            yield client
-    finally:
-        process.terminate()
-        process.wait(30)
+    folder = tmp_path_factory.mktemp("prometheus")
+    with running_prometheus(folder, {"vllm": targets}) as client:
+        yield client
 
 
 def value_of(client: httpx.Client, expression: str) -> float:

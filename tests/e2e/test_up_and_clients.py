@@ -204,7 +204,7 @@ def test_a_reply_that_comes_back_changed_falls_back_to_input_end(up: Up, change:
     assert second.cached == selected["boundary"] < first.decode_end
 
 
-def test_a_tool_loop_resumes_at_decode_end(up: Up) -> None:
+def test_a_tool_loop_resumes_at_what_was_put_in(up: Up) -> None:
     messages: list[Any] = [{"role": "user", "content": "use the tool " + "now " * 60}]
     call = {"type": "function", "function": {"name": "look"}}
     answer = up.client.chat.completions.create(

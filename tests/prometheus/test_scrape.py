@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -12,13 +10,11 @@ from typing import Any
 
 import httpx
 import pytest
-import yaml
+from prometheus_kit import running_prometheus
 from promql_kit import RULES, exposed
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "deploy"))
 from store_kit import RunningStore, running_store
-
-from backhaul.deploy.processes import free_port
 
 WAIT_S = 60
 
@@ -36,36 +32,9 @@ def store() -> Iterator[RunningStore]:
 def prometheus(
     store: RunningStore, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[httpx.Client]:
-    program = shutil.which("prometheus")
-    if program is None:
-        pytest.fail("prometheus is missing: run scripts/setup, or apt-get install prometheus")
     folder = tmp_path_factory.mktemp("prometheus")
-    config = {
-        "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
-        "rule_files": [str(RULES)],
-        "scrape_configs": [
-            {"job_name": "backhaul-store", "static_configs": [{"targets": [store.http]}]}
-        ],
-    }
-    (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
-    port = free_port()
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(
-            [
-                program,
-                f"--config.file={folder / 'prometheus.yml'}",
-                f"--storage.tsdb.path={folder / 'data'}",
-                f"--web.listen-address=127.0.0.1:{port}",
-            ],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
-    try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
-            yield client
-    finally:
-        process.terminate()
-        process.wait(30)
+    with running_prometheus(folder, {"backhaul-store": [store.http]}, [RULES]) as client:
+        yield client
 
 
 def ask(client: httpx.Client, expression: str) -> list[dict[str, Any]]:
