@@ -64,18 +64,18 @@ def test_a_real_prometheus_sees_what_a_turn_did(
     while value_of(prometheus, "sum(up)") < 2:
         assert time.monotonic() < deadline, "both engines are scraped"
         time.sleep(0.5)
-    before = value_of(prometheus, loaded), value_of(prometheus, selected)
+    source = 'sum(vllm:prompt_tokens_cached_by_source_total{source="host"})'
+    before = {name: value_of(prometheus, name) for name in (loaded, selected, source)}
     first = pair.tokens(300)
     turn = pair.turn(first, 70)
     pair.settle()
     pair.forget_locally()
     leg = pair.prefill([*first, *turn.decode.tokens, *tokens(rng, 24)])
     assert leg.cached_tokens == boundary(300, 70)
-    while value_of(prometheus, loaded) - before[0] < leg.cached_tokens:
+    while value_of(prometheus, loaded) - before[loaded] < leg.cached_tokens:
         assert time.monotonic() < deadline, "the load is scraped"
         pair.nudge(pair.pair.prefill)
         time.sleep(1)
-    assert value_of(prometheus, loaded) - before[0] == leg.cached_tokens
-    assert value_of(prometheus, selected) - before[1] == 1
-    source = value_of(prometheus, "sum(vllm:prompt_tokens_cached_by_source_total)")
-    assert source >= leg.cached_tokens, "vLLM's own count knows of them, too"
+    assert value_of(prometheus, loaded) - before[loaded] == leg.cached_tokens
+    assert value_of(prometheus, selected) - before[selected] == 1
+    assert value_of(prometheus, source) - before[source] == leg.cached_tokens, "vLLM's own count"
