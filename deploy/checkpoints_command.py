@@ -58,7 +58,7 @@ def checkpoints(
     show: Annotated[
         Show, typer.Option(help="Visible to lookups, not yet committed by all ranks, or evicted.")
     ] = Show.VISIBLE,
-    limit: Annotated[int, typer.Option(min=0, help="At most so many; 0: all.")] = 50,
+    limit: Annotated[int, typer.Option(min=0, max=1_000_000, help="At most so many; 0: all.")] = 50,
     cursor: Annotated[
         str, typer.Option(metavar="TEXT", help="Continue where a former listing ended.")
     ] = "",

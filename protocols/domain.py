@@ -101,7 +101,7 @@ def parse_domain(record: bytes) -> DomainRecord:
                 "run the same Backhaul on both sides"
             )
         return msgspec.json.decode(record, type=DomainRecord)
-    except (msgspec.DecodeError, ValueError, TypeError) as error:
+    except (msgspec.DecodeError, ValueError, TypeError, RecursionError) as error:
         raise StoreRejected(f"malformed domain record: {error}") from None
     except UnsupportedError as error:
         raise StoreRejected(f"domain record with an impossible layout: {error}") from None

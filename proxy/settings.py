@@ -64,6 +64,12 @@ class ProxySettings:
             value = getattr(self, f"{name}_timeout_s")
             if not 0 < value <= 86_400:
                 raise ConfigError(f"{name} timeout is {value}: give seconds above 0 up to 86400")
+        if not 0 < self.health_interval_s <= 86_400:
+            raise ConfigError(
+                f"health interval is {self.health_interval_s}: give seconds above 0 up to 86400"
+            )
+        if not 0 <= self.grace_s <= 86_400:
+            raise ConfigError(f"grace is {self.grace_s}: give 0 ... 86400 seconds")
 
 
 def parse_urls(texts: list[str]) -> tuple[str, ...]:
