@@ -144,6 +144,11 @@ class StoreDaemon(Service):
         self._grpc = free_port()
         self._http = free_port()
 
+    def configure(self, *, capacity: str, args: Sequence[str] = ()) -> None:
+        """What the next start is given; the addresses stay."""
+        self._capacity = capacity
+        self._args = tuple(args)
+
     @property
     def uri(self) -> str:
         """The store's address for ``kv_connector_extra_config``."""

@@ -233,16 +233,20 @@ class Pair:
         *,
         max_tokens: int,
         u_end: int | None = None,
+        hints: Mapping[str, Any] | None = None,
         logprobs: int | None = None,
         stream: bool = True,
         **sampling: Any,
     ) -> Turn:
-        """Prefill, hand over, decode."""
-        first = self.prefill_leg(prompt, u_end=u_end)
+        """Prefill, hand over, decode. ``hints`` go to both legs, ``u_end`` to prefill only."""
+        first = self.prefill_leg(prompt, u_end=u_end, hints=hints)
+        transfer = first.kv_transfer_params
+        if hints:
+            transfer = {**(transfer or {}), "backhaul": {**(first.backhaul or {}), **hints}}
         second = self.decode.complete(
             prompt,
             max_tokens=max_tokens,
-            transfer=first.kv_transfer_params,
+            transfer=transfer,
             logprobs=logprobs,
             stream=stream and logprobs is None,
             **sampling,
@@ -250,12 +254,20 @@ class Pair:
         return Turn(prefill=first, decode=second)
 
     def prefill_leg(
-        self, prompt: Sequence[int], *, u_end: Any = None, logprobs: int | None = None
+        self,
+        prompt: Sequence[int],
+        *,
+        u_end: Any = None,
+        hints: Mapping[str, Any] | None = None,
+        logprobs: int | None = None,
     ) -> Leg:
         """Prefill only: one token, and the parameters that decode needs."""
         transfer: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
+        ours = dict(hints or {})
         if u_end is not None:
-            transfer["backhaul"] = {"u_end": u_end}
+            ours["u_end"] = u_end
+        if ours:
+            transfer["backhaul"] = ours
         return self.prefill.complete(prompt, max_tokens=1, transfer=transfer, logprobs=logprobs)
 
 

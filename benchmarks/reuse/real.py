@@ -1,0 +1,302 @@
+"""Runs one arm of the matrix on a real pair."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+
+from backhaul.benchmarks.reuse.contents import Contents
+from backhaul.benchmarks.reuse.matrix import NOTHING
+from backhaul.benchmarks.reuse.record import (
+    Arm,
+    ArmResult,
+    Budget,
+    KindResult,
+    PromptEndAt,
+    Relation,
+    RequestResult,
+    Result,
+)
+from backhaul.benchmarks.reuse.relations import Relations, fate, hits_without
+from backhaul.benchmarks.reuse.trace import Span, Turn
+from backhaul.benchmarks.reuse.waves import waves
+from backhaul.deploy.pair import Leg, Pair, scrape
+from backhaul.deploy.pair import Turn as Answer
+from backhaul.deploy.tiny_model import TOKEN_IDS
+from backhaul.protocols.checkpoint import CheckpointKind
+from backhaul.protocols.errors import StoreError
+from backhaul.protocols.record import RequestRecord
+
+LETTERS = range(97, 123)
+"""What prompts are made of: text that tokenises as it is."""
+END = TOKEN_IDS["<|im_end|>"]
+HANDED_TOKENS = 1
+"""NIXL's hand-over leaves a hybrid prompt's last token to decode."""
+SETTLE_S = 60.0
+UNLIMITED = "1GiB"
+
+_STORE = "backhaul:store_"
+_ENGINE = "backhaul:"
+
+
+class RealArms:
+    """One pair, arm after arm. Use from one thread."""
+
+    def __init__(self, pair: Pair, *, grid: int, concurrency: int = 4) -> None:
+        """``grid``: the engines' boundary grid in tokens. The engines need
+        ``VLLM_SERVER_DEV_MODE=1``, to be made to forget."""
+        self._pair = pair
+        self._grid = grid
+        self._concurrency = concurrency
+
+    def run(self, arm: Arm, turns: Sequence[Turn]) -> list[Result]:
+        """All turns of one arm; the last line is the arm's own.
+
+        Raises ``httpx.HTTPError``, ``TimeoutError`` and ``ServiceError`` where an engine or the
+        store does not do its part.
+        """
+        self._fresh(arm)
+        contents = Contents(LETTERS)
+        relations = Relations(self._grid, handed_tokens=HANDED_TOKENS)
+        before = self._books()
+        peak = 0.0
+        busy: list[float] = []
+        results: list[Result] = []
+        started = time.monotonic()
+        active_s = 0.0
+        for wave in waves(turns):
+            if arm.prompt_end is PromptEndAt.ABSENT:
+                self._pair.prefill.reset_prefix_cache()
+            wave_started = time.monotonic()
+            with ThreadPoolExecutor(self._concurrency) as pool:
+                jobs = [pool.submit(self._ask, arm, turn, contents, started) for turn in wave]
+                answers = [job.result() for job in jobs]
+            active_s += time.monotonic() - wave_started
+            for turn, (answer, arrival_s, end_s) in zip(wave, answers, strict=True):
+                contents.generated(turn, answer.decode.tokens)
+                relation = relations.add(turn)
+                busy.append(end_s - arrival_s)
+                results.append(
+                    request_result(arm, turn, relation, relations, answer, arrival_s, end_s)
+                )
+            self._settle()
+            peak = max(peak, scrape(self._pair.store.http_url, _STORE)[f"{_STORE}used_bytes"])
+        results.append(
+            arm_result(
+                arm,
+                requests=len(busy),
+                seconds=active_s,
+                residents=sum(busy) / active_s if active_s else 0.0,
+                peak_used_bytes=int(peak),
+                books=_difference(self._books(), before),
+            )
+        )
+        return results
+
+    def _ask(
+        self, arm: Arm, turn: Turn, contents: Contents, started: float
+    ) -> tuple[Answer, float, float]:
+        prompt = contents.ids(turn.prompt)
+        arrival = time.monotonic() - started
+        answer = self._pair.run(
+            prompt,
+            hints=hints(arm, turn),
+            max_tokens=turn.output_tokens + 4,
+            min_tokens=turn.output_tokens - 1,
+            logit_bias={str(END): 100.0},
+        )
+        return answer, arrival, time.monotonic() - started
+
+    def _fresh(self, arm: Arm) -> None:
+        """An empty store with the arm's budget, and engines that remember nothing."""
+        store = self._pair.store
+        store.stop()
+        store.configure(**store_settings(arm))
+        store.start()
+        store.wait_healthy(SETTLE_S)
+        self._meet_store()
+        for client in (self._pair.prefill, self._pair.decode):
+            client.reset_prefix_cache()
+
+    def _meet_store(self) -> None:
+        """Both engines have found the new store: a D_end of decode's was loaded by prefill."""
+        deadline = time.monotonic() + SETTLE_S
+        number = 0
+        while True:
+            number += 1
+            prompt = Contents(LETTERS).ids(_greeting(number))
+            reply = self._pair.run(
+                prompt,
+                max_tokens=self._grid + 8,
+                min_tokens=self._grid + 3,
+                logit_bias={str(END): 100.0},
+            )
+            self._settle()
+            self._pair.prefill.reset_prefix_cache()
+            again = self._pair.prefill.complete([*prompt, *reply.decode.tokens, 97], max_tokens=1)
+            if again.backhaul and again.backhaul["loaded_tokens"]:
+                return
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"engines did not meet the restarted store in {SETTLE_S:g} s")
+            time.sleep(0.5)
+
+    def _settle(self) -> None:
+        """Wait until nothing is under way, as between a reply and the next message."""
+        deadline = time.monotonic() + SETTLE_S
+        time.sleep(0.1)  # the front end enters a step's gauges just after it answered
+        for client in (self._pair.prefill, self._pair.decode):
+            while client.metrics().get("backhaul:open_jobs", 0):
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"{client.engine.name} still has jobs after {SETTLE_S:g} s")
+                time.sleep(0.02)
+
+    def _books(self) -> dict[str, float]:
+        """The store's counters and both engines' added up."""
+        books = scrape(self._pair.store.http_url, _STORE)
+        for client in (self._pair.prefill, self._pair.decode):
+            for name, value in client.metrics().items():
+                books[name] = books.get(name, 0.0) + value
+        return books
+
+
+def _greeting(number: int) -> tuple[Span, ...]:
+    return (Span(f"greeting {number} {time.monotonic_ns()}", 0, 100),)
+
+
+def hints(arm: Arm, turn: Turn) -> dict[str, Any]:
+    """``kv_transfer_params["backhaul"]`` of a request: the arm's policy, and what a renderer and a
+    proxy know of the turn."""
+    if arm.policy == NOTHING:
+        return {"publish": False, "load": False}
+    known = {
+        "policy": arm.policy,
+        "u_end": turn.u_end,
+        "user_turn": turn.user_turn,
+        "tools": turn.tools,
+        "tool_continuation": turn.tool_continuation,
+        "reasoning": turn.reasoning_tokens > 0,
+        "reasoning_kept": turn.reasoning_kept,
+        "template": turn.template,
+    }
+    return {name: value for name, value in known.items() if value is not None and value != ""}
+
+
+def store_settings(arm: Arm) -> dict[str, Any]:
+    """Arguments of ``StoreDaemon.configure`` for an arm's budget."""
+    args = [f"--eviction={arm.eviction}"]
+    capacity = UNLIMITED
+    if arm.budget is Budget.CAPACITY:
+        capacity = str(arm.budget_bytes)
+    if arm.budget is Budget.ADMITTED:
+        args += ["--admission=budget", f"--admitted-bytes={arm.budget_bytes}"]
+    return {"capacity": capacity, "args": args}
+
+
+def request_result(
+    arm: Arm,
+    turn: Turn,
+    relation: Relation,
+    relations: Relations,
+    answer: Answer,
+    arrival_s: float,
+    end_s: float,
+) -> RequestResult:
+    """One request's line, from what the prefill leg said of itself and of the store."""
+    leg = answer.prefill
+    said = _record(leg)
+    selected = said.selected
+    boundary = selected.boundary if selected else 0
+    kind = selected.kind if selected else ""
+    return RequestResult(
+        arm=arm,
+        request=turn.request,
+        conversation=turn.conversation,
+        relation=relation,
+        prompt_tokens=said.prompt_tokens or leg.prompt_tokens,
+        output_tokens=len(answer.decode.tokens),
+        local_tokens=said.local_tokens,
+        loaded_tokens=said.loaded_tokens,
+        other_tokens=said.other_tokens,
+        selected=kind,
+        selected_kinds=selected.kinds if selected else (),
+        selected_boundary=boundary,
+        producer_age=relations.producer_age(turn, kind, boundary) if selected else 0,
+        decode_end=fate(CheckpointKind.DECODE_END, relation, said.candidates, boundary),
+        input_end=fate(CheckpointKind.INPUT_END, relation, said.candidates, boundary),
+        prompt_end=fate(CheckpointKind.PROMPT_END, relation, said.candidates, boundary),
+        without=hits_without(said.candidates, local_tokens=said.local_tokens, selected=boundary),
+        junction_known=any(
+            c.consumable and CheckpointKind.SHARED_PREFIX in c.kinds for c in said.candidates
+        ),
+        reason=said.reason.value if said.reason else "",
+        forced_splits=len(said.forced_chunk_ends),
+        arrival_s=arrival_s,
+        ttft_s=answer.ttft_s,
+        residency_s=end_s - arrival_s,
+    )
+
+
+def _record(leg: Leg) -> RequestRecord:
+    """The prefill leg's record. Raises ``StoreError`` where it is none that this version knows."""
+    try:
+        return msgspec.convert(dict(leg.backhaul or {}), RequestRecord)
+    except msgspec.ValidationError as error:
+        raise StoreError(f"the engine answered with a record of another version: {error}") from None
+
+
+def arm_result(
+    arm: Arm,
+    *,
+    requests: int,
+    seconds: float,
+    residents: float,
+    peak_used_bytes: int,
+    books: Mapping[str, float],
+) -> ArmResult:
+    """The arm's own line. ``books``: what store and engines counted meanwhile, by sample."""
+
+    def count(sample: str, **labels: str) -> int:
+        inside = ",".join(f"{k}={v}" for k, v in sorted(labels.items()))
+        return round(books.get(sample + (f"{{{inside}}}" if inside else ""), 0.0))
+
+    kinds = {}
+    for kind in CheckpointKind:
+        result = KindResult(
+            logical=count(f"{_STORE}logical_ends_total", kind=kind.value),
+            duplicates=count(f"{_STORE}duplicate_ends_total", kind=kind.value),
+            created=count(f"{_ENGINE}checkpoints_published_total", kind=kind.value),
+            state_bytes=count(f"{_ENGINE}published_state_bytes_total", kind=kind.value),
+            evicted=count(f"{_STORE}evicted_checkpoints_total", kind=kind.value),
+            evicted_state_bytes=count(f"{_STORE}evicted_state_bytes_total", kind=kind.value),
+        )
+        if result != KindResult():
+            kinds[kind] = result
+    evicted = count(f"{_STORE}evictions_total", reason="capacity")
+    lifetimes = f"{_STORE}evicted_age_seconds_sum"
+    return ArmResult(
+        arm=arm,
+        seconds=seconds,
+        requests=requests,
+        kinds=kinds,
+        checkpoints_hit=count(f"{_STORE}checkpoints_hit_total"),
+        evicted_unused=count(f"{_STORE}evicted_unused_checkpoints_total"),
+        refused=round(sum(n for name, n in books.items() if name.startswith(_REFUSED))),
+        published_bytes=count(f"{_ENGINE}publish_bytes_total"),
+        loaded_bytes=count(f"{_ENGINE}load_bytes_total"),
+        peak_used_bytes=peak_used_bytes,
+        lifetime_s=sum(n for name, n in books.items() if name.startswith(lifetimes)) / evicted
+        if evicted
+        else 0.0,
+        residents=residents,
+    )
+
+
+_REFUSED = f"{_ENGINE}publication_failures_total{{reason=store_full"
+
+
+def _difference(after: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
+    return {name: value - before.get(name, 0.0) for name, value in after.items()}
