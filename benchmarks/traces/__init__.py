@@ -1,0 +1,1 @@
+"""Readers of request traces: each turns one published format into `reuse.trace` turns."""
