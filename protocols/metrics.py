@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from backhaul.protocols.checkpoint import UNKNOWN_KIND, CheckpointKind, PassedOver, Reason, Tag
-from backhaul.protocols.options import Policy
+from backhaul.protocols.policy import Policy
 
 ENGINE_PREFIX = "backhaul:"
 STORE_PREFIX = "backhaul:store_"

@@ -20,9 +20,7 @@ VOCABULARY = range(100, 60_000)
 @st.composite
 def _spans(draw: st.DrawFn) -> tuple[Span, ...]:
     pieces = draw(
-        st.lists(
-            st.tuples(st.sampled_from("ab"), st.integers(0, 9), st.integers(0, 9)), max_size=6
-        )
+        st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 9), st.integers(0, 9)), max_size=6)
     )
     return tuple(Span(source, start, start + more) for source, start, more in pieces)
 
