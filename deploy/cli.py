@@ -9,6 +9,7 @@ import typer
 
 import backhaul
 from backhaul.deploy import (
+    bench_command,
     checkpoints_command,
     demo_command,
     doctor_command,
@@ -34,6 +35,7 @@ app.command("checkpoints")(checkpoints_command.checkpoints)
 app.command("doctor")(doctor_command.doctor)
 app.command("explain")(explain_command.explain)
 app.command("lint-template")(lint_command.lint_template)
+app.add_typer(bench_command.bench, name="bench")
 
 
 def _show_version(wanted: bool) -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import random
+from collections.abc import Sequence
+from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from backhaul.benchmarks.reuse.contents import Contents
 from backhaul.benchmarks.reuse.matrix import (
@@ -16,16 +21,23 @@ from backhaul.benchmarks.reuse.matrix import (
     left_to_do,
     planned,
 )
+from backhaul.benchmarks.reuse.real import arm_result, store_settings
 from backhaul.benchmarks.reuse.record import (
     Arm,
     ArmResult,
     Budget,
-    PromptEndAt,
+    KindResult,
     RequestResult,
     Result,
+    read_results,
 )
+from backhaul.benchmarks.reuse.run import results_file, run_arms
 from backhaul.benchmarks.reuse.trace import Span, Turn
 from backhaul.benchmarks.reuse.waves import waves
+from backhaul.benchmarks.reuse.workloads import Sizes, workload
+from backhaul.deploy.bench_command import parse_budget
+from backhaul.protocols.checkpoint import CheckpointKind
+from backhaul.protocols.errors import ConfigError
 
 MATRIX = Matrix(
     policies=("none", "main_sparse", "both"),
@@ -118,6 +130,120 @@ def test_what_was_generated_takes_the_place_of_the_trace_s_output() -> None:
         contents.generated(spoken, [1])
 
 
-def test_arms_keep_their_prompt_end() -> None:
-    assert {arm.prompt_end for arm in planned(MATRIX)} == set(PromptEndAt)
-    assert all(isinstance(arm, Arm) for arm in planned(MATRIX))
+def _lines(arm: Arm, turns: Sequence[Turn]) -> list[Result]:
+    requests = [
+        RequestResult(arm=arm, request=one.request, prompt_tokens=one.prompt_tokens)
+        for one in turns
+    ]
+    return [*requests, ArmResult(arm=arm, seconds=1.0, requests=len(requests))]
+
+
+def test_a_run_that_was_cut_off_goes_on_and_ends_with_every_arm_once(tmp_path: Path) -> None:
+    sizes = Sizes(conversations=1, turns=2)
+    arms = planned(MATRIX)[:5]
+    ran: list[Arm] = []
+
+    def run(arm: Arm, turns: Sequence[Turn]) -> list[Result]:
+        if len(ran) == 2:
+            raise KeyboardInterrupt
+        ran.append(arm)
+        return _lines(arm, turns)
+
+    console = Console(file=io.StringIO())
+    path = results_file(tmp_path / "new" / "folder")
+    with pytest.raises(KeyboardInterrupt):
+        run_arms(console, arms, sizes, path, run)
+    with path.open("ab") as file:
+        file.write(b'{"type":"arm","ve')  # as a killed process leaves it
+    path = results_file(tmp_path / "new" / "folder")
+    left = left_to_do(arms, list(read_results(path)))
+    assert left == arms[2:]
+    run_arms(console, left, sizes, path, _lines)
+    results = list(read_results(path))
+    assert [one.arm for one in results if isinstance(one, ArmResult)] == arms
+    assert finished_only(results) == results
+    for arm in arms:
+        turns = workload(arm.workload, sizes, seed=arm.repeat)
+        asked = [r.request for r in results if isinstance(r, RequestResult) and r.arm == arm]
+        assert asked == [one.request for one in turns], "arms of one repeat replay the same turns"
+
+
+def test_a_directory_that_cannot_be_used_is_one_line(tmp_path: Path) -> None:
+    taken = tmp_path / "file"
+    taken.write_text("")
+    with pytest.raises(ConfigError, match=r"results\.jsonl cannot be written"):
+        results_file(taken)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("unlimited", StoreBudget(budget=Budget.UNLIMITED)),
+        ("capacity=8MiB", StoreBudget(budget=Budget.CAPACITY, bytes=8 << 20)),
+        ("admitted=64KiB", StoreBudget(budget=Budget.ADMITTED, bytes=64 << 10)),
+    ],
+)
+def test_budgets_are_read(text: str, expected: StoreBudget) -> None:
+    assert parse_budget(text, "lru") == expected
+
+
+@pytest.mark.parametrize(
+    "text", ["", "capacity", "unlimited=1", "capacity=", "capacity=-1", "capacity=1KiB", "x=1MiB"]
+)
+def test_unreadable_budgets_are_refused_in_one_line(text: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_budget(text, "lru")
+    assert "\n" not in str(error.value)
+    assert "give" in str(error.value) or "write" in str(error.value)
+
+
+def test_a_store_gets_what_its_arm_allows() -> None:
+    arm = planned(MATRIX)[0]
+    settings = {
+        budget: store_settings(msgspec.structs.replace(arm, budget=budget, budget_bytes=1 << 20))
+        for budget in Budget
+    }
+    assert settings[Budget.CAPACITY]["capacity"] == str(1 << 20)
+    assert settings[Budget.UNLIMITED]["capacity"] == settings[Budget.ADMITTED]["capacity"]
+    assert settings[Budget.ADMITTED]["args"] != settings[Budget.UNLIMITED]["args"]
+
+
+def test_an_arm_s_line_is_the_books_of_store_and_engines() -> None:
+    arm = planned(MATRIX)[0]
+    books = {
+        "backhaul:store_logical_ends_total{kind=decode_end}": 5.0,
+        "backhaul:store_duplicate_ends_total{kind=decode_end}": 2.0,
+        "backhaul:checkpoints_published_total{kind=decode_end}": 3.0,
+        "backhaul:published_state_bytes_total{kind=decode_end}": 300.0,
+        "backhaul:store_evicted_checkpoints_total{kind=decode_end}": 1.0,
+        "backhaul:store_evicted_state_bytes_total{kind=decode_end}": 100.0,
+        "backhaul:store_evictions_total{reason=capacity}": 2.0,
+        "backhaul:store_evicted_age_seconds_sum{kind=decode_end}": 3.0,
+        "backhaul:store_evicted_age_seconds_sum{kind=input_end}": 5.0,
+        "backhaul:store_checkpoints_hit_total": 4.0,
+        "backhaul:publication_failures_total{reason=store_full}": 1.0,
+        "backhaul:publication_failures_total{reason=timeout}": 7.0,
+        "backhaul:publish_bytes_total": 1000.0,
+        "backhaul:load_bytes_total": 2000.0,
+    }
+    result = arm_result(
+        arm, requests=9, seconds=2.0, residents=1.5, peak_used_bytes=77, books=books
+    )
+    assert result == ArmResult(
+        arm=arm,
+        seconds=2.0,
+        requests=9,
+        kinds={
+            CheckpointKind.DECODE_END: KindResult(
+                logical=5, duplicates=2, created=3, state_bytes=300, evicted=1,
+                evicted_state_bytes=100,
+            )
+        },
+        checkpoints_hit=4,
+        refused=1,
+        published_bytes=1000,
+        loaded_bytes=2000,
+        peak_used_bytes=77,
+        lifetime_s=4.0,
+        residents=1.5,
+    )  # fmt: skip

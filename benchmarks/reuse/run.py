@@ -1,0 +1,92 @@
+"""Runs the real matrix: engines up, arm after arm with progress, results and report on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from backhaul.benchmarks.reuse.matrix import Matrix, RunArm, finished_only, left_to_do, planned
+from backhaul.benchmarks.reuse.real import RealArms
+from backhaul.benchmarks.reuse.record import Arm, read_results, write_results
+from backhaul.benchmarks.reuse.workloads import Sizes, workload
+from backhaul.deploy.pair import Pair
+from backhaul.deploy.tiny_model import build_tiny_model
+from backhaul.protocols.errors import ConfigError
+
+GRID = 32
+"""The boundary grid that vLLM derives for the tiny model, in tokens."""
+RESULTS = "results.jsonl"
+
+
+def run_matrix(
+    console: Console,
+    matrix: Matrix,
+    sizes: Sizes,
+    *,
+    directory: Path,
+    cache_dir: Path,
+    concurrency: int,
+) -> None:
+    """Run what ``directory`` does not have yet, then write the report from all of it.
+
+    Raises ``ConfigError`` where the directory cannot be used, ``ServiceError`` and ``TimeoutError``
+    where an engine or the store fails; what was finished by then is kept.
+    """
+    path = results_file(directory)
+    earlier = finished_only(list(read_results(path))) if path.exists() else []
+    arms = left_to_do(planned(matrix), earlier)
+    console.print(f"{len(arms)} arms to run, {len(planned(matrix)) - len(arms)} done; {path}")
+    if arms:
+        model = build_tiny_model(cache_dir / "tiny-hybrid")
+        console.print(f"starting a pair (about a minute), logs in {directory / 'logs'}")
+        pair = Pair(
+            model,
+            directory / "logs",
+            options={"stream_min_bytes": 1},
+            engine_env={"VLLM_SERVER_DEV_MODE": "1"},
+        )
+        with pair:
+            real = RealArms(pair, grid=GRID, concurrency=concurrency)
+            run_arms(console, arms, sizes, path, real.run)
+    write_report(list(read_results(path)), directory)
+    console.print(f"wrote {directory / 'report.html'} and {directory / 'report.md'}")
+
+
+def run_arms(console: Console, arms: Sequence[Arm], sizes: Sizes, path: Path, run: RunArm) -> None:
+    """Run the arms and append each one's lines once it is finished."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("", total=len(arms))
+        for number, arm in enumerate(arms, 1):
+            title = f"{arm.workload} {arm.policy} {arm.budget} P_end {arm.prompt_end}"
+            progress.update(task, description=title)
+            if not console.is_terminal:
+                console.print(f"{number}/{len(arms)} {title}, repeat {arm.repeat}")
+            turns = workload(arm.workload, sizes, seed=arm.repeat)
+            results = run(arm, turns)
+            with path.open("ab") as file:
+                write_results(results, file)
+            progress.advance(task)
+
+
+def results_file(directory: Path) -> Path:
+    """The file of results in a directory, which is made. A torn last line is cut off, so that what
+    is appended begins on a line of its own. Raises ``ConfigError``."""
+    path = directory / RESULTS
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with path.open("ab+") as file:
+            file.seek(0)
+            whole = file.read().rpartition(b"\n")
+            file.truncate(len(whole[0]) + len(whole[1]))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from None
+    return path
