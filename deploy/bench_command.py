@@ -15,6 +15,7 @@ from backhaul.deploy.demo_command import default_cache_dir
 from backhaul.protocols.errors import ConfigError
 from backhaul.protocols.policy import Policy
 from backhaul.transfer.daemon.settings import CAPACITY_MIN_BYTES, parse_bytes
+from backhaul.transfer.strategies import Eviction
 
 bench = typer.Typer(no_args_is_help=True, help="Experiments on real engines.")
 
@@ -59,8 +60,8 @@ def reuse(
         ),
     ] = None,
     eviction: Annotated[
-        str, typer.Option(metavar="NAME", help="The store's eviction strategy.")
-    ] = "lru",
+        Eviction, typer.Option(help="The store's order of eviction.")
+    ] = Eviction.LRU,
     prompt_end: Annotated[
         list[PromptEndAt] | None,
         typer.Option(help="May be repeated: whether prefill still holds P_end. Default: both."),
@@ -138,7 +139,7 @@ def parse_budget(text: str, eviction: str) -> StoreBudget:
             "e.g. capacity=8MiB"
         )
     nbytes = parse_bytes(size) if equals else 0
-    least = CAPACITY_MIN_BYTES if name == Budget.CAPACITY else 1
+    least = CAPACITY_MIN_BYTES if name == Budget.CAPACITY else 1000  # a byte per token
     if equals and nbytes < least:
         raise ConfigError(f"--budget {text!r} is too small: give at least {least} bytes")
     return StoreBudget(budget=Budget(name), bytes=nbytes, eviction=eviction)

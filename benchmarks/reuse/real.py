@@ -27,7 +27,7 @@ from backhaul.benchmarks.reuse.waves import waves
 from backhaul.deploy.pair import Leg, Pair, scrape
 from backhaul.deploy.pair import Turn as Answer
 from backhaul.deploy.tiny_model import TOKEN_IDS
-from backhaul.protocols.checkpoint import CheckpointKind
+from backhaul.protocols.checkpoint import CheckpointKind, Reason
 from backhaul.protocols.errors import StoreError
 from backhaul.protocols.record import RequestRecord
 
@@ -38,9 +38,13 @@ HANDED_TOKENS = 1
 """NIXL's hand-over leaves a hybrid prompt's last token to decode."""
 SETTLE_S = 60.0
 UNLIMITED = "1GiB"
+BURST_KILOTOKENS = 2
+"""What an admission budget lets in at once: what so many thousand prompt tokens earn."""
 
 _STORE = "backhaul:store_"
 _ENGINE = "backhaul:"
+_FAILED = f"{_ENGINE}publication_failures_total"
+_REFUSED = (Reason.STORE_FULL, Reason.OVER_BUDGET)
 
 
 class RealArms:
@@ -192,7 +196,11 @@ def store_settings(arm: Arm) -> dict[str, Any]:
     if arm.budget is Budget.CAPACITY:
         capacity = str(arm.budget_bytes)
     if arm.budget is Budget.ADMITTED:
-        args += ["--admission=budget", f"--admitted-bytes={arm.budget_bytes}"]
+        args += [
+            "--admission=budget",
+            f"--admit-per-token={max(arm.budget_bytes // 1000, 1)}",
+            f"--admit-burst={arm.budget_bytes * BURST_KILOTOKENS}",
+        ]
     return {"capacity": capacity, "args": args}
 
 
@@ -284,7 +292,7 @@ def arm_result(
         kinds=kinds,
         checkpoints_hit=count(f"{_STORE}checkpoints_hit_total"),
         evicted_unused=count(f"{_STORE}evicted_unused_checkpoints_total"),
-        refused=round(sum(n for name, n in books.items() if name.startswith(_REFUSED))),
+        refused=sum(count(_FAILED, reason=reason.value) for reason in _REFUSED),
         published_bytes=count(f"{_ENGINE}publish_bytes_total"),
         loaded_bytes=count(f"{_ENGINE}load_bytes_total"),
         peak_used_bytes=peak_used_bytes,
@@ -293,9 +301,6 @@ def arm_result(
         else 0.0,
         residents=residents,
     )
-
-
-_REFUSED = f"{_ENGINE}publication_failures_total{{reason=store_full"
 
 
 def _difference(after: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:

@@ -222,6 +222,7 @@ def test_an_arm_s_line_is_the_books_of_store_and_engines() -> None:
         "backhaul:store_evicted_age_seconds_sum{kind=input_end}": 5.0,
         "backhaul:store_checkpoints_hit_total": 4.0,
         "backhaul:publication_failures_total{reason=store_full}": 1.0,
+        "backhaul:publication_failures_total{reason=over_budget}": 2.0,
         "backhaul:publication_failures_total{reason=timeout}": 7.0,
         "backhaul:publish_bytes_total": 1000.0,
         "backhaul:load_bytes_total": 2000.0,
@@ -240,7 +241,7 @@ def test_an_arm_s_line_is_the_books_of_store_and_engines() -> None:
             )
         },
         checkpoints_hit=4,
-        refused=1,
+        refused=3,
         published_bytes=1000,
         loaded_bytes=2000,
         peak_used_bytes=77,
