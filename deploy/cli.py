@@ -9,6 +9,7 @@ import typer
 
 import backhaul
 from backhaul.deploy import (
+    ab_command,
     checkpoints_command,
     demo_command,
     doctor_command,
@@ -36,6 +37,7 @@ app.command("doctor")(doctor_command.doctor)
 app.command("explain")(explain_command.explain)
 app.command("lint-template")(lint_command.lint_template)
 app.command("trace")(trace_command.trace)
+app.command("ab")(ab_command.ab)
 
 
 def _show_version(wanted: bool) -> None:
