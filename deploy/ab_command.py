@@ -153,9 +153,10 @@ def _as_dict(report: ArmReport) -> dict[str, Any]:
 
 
 def _progress(arm: Arm, r: RequestReport) -> str:
+    cached = _count(r.cached_tokens)
     return (
-        f"{arm.name} {r.turn}: {r.prompt_tokens:,} prompt tokens, "
-        f"{_count(r.cached_tokens)} cached, {r.completion_tokens:,} generated, first after {r.ttft_s:.2f} s"
+        f"{arm.name} {r.turn}: {r.prompt_tokens:,} prompt tokens, {cached} cached, "
+        f"{r.completion_tokens:,} generated, first after {r.ttft_s:.2f} s"
     )
 
 
