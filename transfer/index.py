@@ -270,6 +270,17 @@ class BlockIndex:
             self._drop_announcement(announcement)
         return CommitResult(True)
 
+    def is_open(self, publication_id: PublicationId) -> bool:
+        """Whether a publication of that name was opened and has not ended."""
+        return publication_id in self.publications.open
+
+    def disown(self, publication_id: PublicationId, now: float) -> None:
+        """End a publication whose writer is gone as if it had run out; unknown ones are ignored."""
+        now = self.expire(now)
+        publication = self.publications.open.get(publication_id)
+        if publication is not None:
+            self._run_out(publication, now)
+
     def abandon(self, publication_id: PublicationId, now: float) -> None:
         """End a publication on every rank; unknown ones are ignored. Its reserved space may be
         given away at once, so no transfer into it may be in flight."""
@@ -432,8 +443,7 @@ class BlockIndex:
                 self.leases.end(owner)
                 self.counters["expired_leases"] += 1
             elif isinstance(owner, Publication):
-                self.publications.end(owner, reuse_at=now + self.quarantine_s)
-                self.counters["expired_publications"] += 1
+                self._run_out(owner, now)
             else:
                 self._drop_announcement(owner)
                 self.counters["expired_announcements"] += 1
@@ -496,6 +506,10 @@ class BlockIndex:
         if is_new:
             self._deadlines.push(publication)
         return publication
+
+    def _run_out(self, publication: Publication, now: float) -> None:
+        self.publications.end(publication, reuse_at=now + self.quarantine_s)
+        self.counters["expired_publications"] += 1
 
     def _reclaimer(self, sizes: Sequence[int], now: float) -> Reclaimer:
         def drop_loose(entry: Entry) -> None:

@@ -170,6 +170,15 @@ class IndexMachine(RuleBasedStateMachine):
         self.index.abandon(name, self.now)
 
     @rule(name=PUBLICATIONS)
+    def disown(self, name: PublicationId) -> None:
+        """Its writer is gone without a word, and may still be writing."""
+        known = self.index.is_open(name)
+        before = self.index.counters["expired_publications"]
+        self.index.disown(name, self.now)
+        assert not self.index.is_open(name)
+        assert self.index.counters["expired_publications"] - before >= known
+
+    @rule(name=PUBLICATIONS)
     def keep_alive(self, name: PublicationId) -> None:
         """A sign of life."""
         known = name in self.index.publications.open
