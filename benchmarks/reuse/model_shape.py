@@ -169,6 +169,23 @@ PRESETS = {
             "kernel 4 and float32 state cache as in NemotronHConfig's defaults",
             assumed="64 Mamba heads of 64; bfloat16 KV and convolution state",
         ),
+        shape(
+            "tiny-hybrid",
+            Dimensions(
+                attention_layers=1,
+                recurrent_layers=3,
+                heads=4,
+                qk_dim=192,
+                value_dim=192,
+                kv_elements=2 * 2 * 192,
+                state_elements=2 * 64 * 64,
+                conv_channels=3 * 2 * 64,
+                kernel_block=32,
+            ),
+            active_parameters=1.2e6,
+            source="deploy/tiny_model.py: what `backhaul demo` and the tests run",
+            assumed="parameters counted once; experts that a token does not pass are few",
+        ),
     )
 }
 """By name."""

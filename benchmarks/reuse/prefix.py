@@ -57,7 +57,9 @@ class BoundaryHashes:
             while block_end <= end:
                 begin = max(position, block_end - self._grid)
                 pieces.append(_piece(span, begin - position, block_end - position))
-                digest = hashlib.blake2b(digest + "\n".join(pieces).encode(), digest_size=16).digest()
+                digest = hashlib.blake2b(
+                    digest + "\n".join(pieces).encode(), digest_size=16
+                ).digest()
                 hashes.append(digest)
                 self.hashed_blocks += 1
                 pieces = []

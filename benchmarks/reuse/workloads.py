@@ -231,8 +231,8 @@ WORKLOADS = (*_GENERATORS, "mixed")
 def workload(name: str, sizes: Sizes | None = None, *, seed: int = 0) -> list[Turn]:
     """The turns of a workload, in the order in which they may be sent at the earliest.
 
-    ``arrival_s`` counts from the workload's beginning as if replies took ``reply_s``; who replays it
-    waits for ``after`` besides. Raises ``ConfigError`` for an unknown name.
+    ``arrival_s`` counts from the workload's beginning as if replies took ``reply_s``; who replays
+    it waits for ``after`` besides. Raises ``ConfigError`` for an unknown name.
     """
     if name not in WORKLOADS:
         raise ConfigError(f"unknown workload {name!r}; known: {', '.join(WORKLOADS)}")
