@@ -124,7 +124,7 @@ def test_elsewhere_nothing_is_found_without_a_store() -> None:
 
 
 @given(seed=st.integers(0, 10_000), name=st.sampled_from(WORKLOADS), sticky=st.booleans())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_no_policy_loses_to_none_without_pressure(seed: int, name: str, sticky: bool) -> None:
     sizes = msgspec.structs.replace(SMALL, conversations=3)
     trace = workload(name, sizes, seed=seed)
@@ -136,7 +136,7 @@ def test_no_policy_loses_to_none_without_pressure(seed: int, name: str, sticky: 
 
 
 @given(seed=st.integers(0, 10_000), name=st.sampled_from(WORKLOADS))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=6, deadline=None)
 def test_both_ends_find_what_either_finds(seed: int, name: str) -> None:
     """Per request, with room for everything and all of it published in time."""
     trace = workload(name, msgspec.structs.replace(SMALL, conversations=3), seed=seed)
