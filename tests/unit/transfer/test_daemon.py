@@ -93,8 +93,8 @@ def daemon() -> Iterator[Daemon]:
     daemon = start("--log-level=warning")
     yield daemon
     if daemon.process.poll() is None:
-        daemon.process.kill()
-        daemon.process.communicate()
+        _, stderr = daemon.stop(signal.SIGKILL)
+        assert "Traceback" not in stderr, stderr
 
 
 @pytest.fixture
@@ -296,6 +296,34 @@ def test_a_lookup_waits_no_longer_than_the_announcement_lasts(catalog: Any) -> N
     assert not reply.matches
 
 
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    [
+        ("unary_unary", "/backhaul.v1.Catalog/Lookup"),
+        ("unary_unary", "/grpc.health.v1.Health/Check"),
+        ("unary_stream", "/grpc.health.v1.Health/Watch"),
+        ("stream_stream", "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"),
+    ],
+)
+def test_bytes_that_are_no_message_are_refused_by_every_service(
+    channel: grpc.Channel, kind: str, method: str
+) -> None:
+    call: Any = getattr(channel, kind)(method)
+    with pytest.raises(grpc.RpcError) as caught:
+        answer = call(iter([b"\xff"]) if kind == "stream_stream" else b"\xff", timeout=20)
+        list(answer)
+    error: Any = caught.value
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "1 bytes that are not its request message" in error.details()
+
+
+def test_a_watch_of_health_still_streams(channel: grpc.Channel) -> None:
+    stub: Any = health_pb2_grpc.HealthStub(channel)  # type: ignore[no-untyped-call]
+    answers = stub.Watch(health_pb2.HealthCheckRequest(), timeout=20)
+    assert next(answers).status == health_pb2.HealthCheckResponse.SERVING
+    answers.cancel()
+
+
 # -- callers that are gone --------------------------------------------------------------------
 
 
@@ -304,8 +332,8 @@ def stoppable_daemon() -> Iterator[Daemon]:
     """A daemon for these tests, whose leases and publications outlast them."""
     daemon = start("--publication-ttl=600", "--lease-max=600")
     yield daemon
-    daemon.process.kill()
-    daemon.process.communicate()
+    _, stderr = daemon.stop(signal.SIGKILL)
+    assert "Traceback" not in stderr, stderr
 
 
 @pytest.fixture
