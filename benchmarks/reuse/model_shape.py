@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import msgspec
 
+from backhaul.protocols.checkpoint import PrefillWork
 from backhaul.protocols.errors import ConfigError
 
 
@@ -50,10 +51,14 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         """One attention block, all layers."""
         return self.kv_bytes * self.grid
 
+    @property
+    def work(self) -> PrefillWork:
+        """What publications say of the model's work."""
+        return PrefillWork(2 * self.active_parameters, self.pair_flops)
+
     def prefill_flops(self, start: int, stop: int) -> float:
         """Work to compute tokens ``start`` ... ``stop`` - 1 of a prompt."""
-        pairs = (stop * (stop + 1) - start * (start + 1)) / 2
-        return 2 * self.active_parameters * (stop - start) + self.pair_flops * pairs
+        return self.work.saved_work(start, stop)
 
 
 class Dimensions(msgspec.Struct, frozen=True, kw_only=True):

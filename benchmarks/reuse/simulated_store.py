@@ -26,8 +26,8 @@ from backhaul.protocols.layout import (
 )
 from backhaul.protocols.options import Options
 from backhaul.transfer.base import Grant, GrantStatus, Written
-from backhaul.transfer.eviction import EvictionStrategy
 from backhaul.transfer.index import BlockIndex, LookupAnswer
+from backhaul.transfer.strategies import DEFAULT, Strategies
 
 UNLIMITED_BYTES = 1 << 60
 """Capacity where there is to be no pressure."""
@@ -37,6 +37,7 @@ _ANNOUNCE_TTL_S = 5.0
 _BUSY_RETRY_S = 0.002
 """As the connector's worker does."""
 
+_REFUSALS = (GrantStatus.FULL, GrantStatus.OVER_BUDGET)
 _ATTENTION, _STATE = 0, 1
 
 
@@ -70,7 +71,7 @@ class SimulatedStore:
         options: Options,
         *,
         capacity_bytes: int = 0,
-        strategy: EvictionStrategy | None = None,
+        strategies: Strategies = DEFAULT,
         write_bytes_per_s: float,
     ) -> None:
         """``capacity_bytes`` 0: no limit."""
@@ -85,12 +86,14 @@ class SimulatedStore:
             hash_tokens=shape.grid,
         )
         self._layout = layout
+        self._work = shape.work
         self._bytes = {_ATTENTION: shape.block_bytes, _STATE: shape.state_bytes}
         self.index = BlockIndex(
             capacity_bytes or UNLIMITED_BYTES,
             publication_ttl_s=_PUBLICATION_TTL_S,
             lease_max_s=_LEASE_MAX_S,
-            strategy=strategy,
+            strategy=strategies.make_eviction(),
+            admission=strategies.make_admission(),
         )
         record = DomainRecord(
             model=shape.name,
@@ -155,6 +158,7 @@ class SimulatedStore:
             kinds=kinds,
             producer=producer,
             user_turn=user_turn,
+            work=self._work,
         )
         self.index.announce(self._domain, boundary, hashes[count - 1], _ANNOUNCE_TTL_S, now)
         self._sequence += 1
@@ -182,7 +186,7 @@ class SimulatedStore:
         except StoreFull:
             self.refused += 1
             return
-        if any(grant.status is GrantStatus.FULL for grant in grants):
+        if any(grant.status in _REFUSALS for grant in grants):
             self.refused += 1
             self.index.abandon(publication.name, now)
             return

@@ -49,8 +49,8 @@ from backhaul.connector.endpoints import (
 from backhaul.connector.outcome import Limits, tag_candidates
 from backhaul.protocols.checkpoint import CheckpointKind, LeaseId, primary_kind
 from backhaul.protocols.options import FinishReason, Options, Policy
-from backhaul.transfer.eviction import EvictionStrategy
 from backhaul.transfer.index import LookupAnswer
+from backhaul.transfer.strategies import DEFAULT, Admission, Strategies
 
 NO_POLICY = "none"
 """Stands for engines without Backhaul."""
@@ -64,7 +64,7 @@ class Experiment(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         policy: of the engines; None: they run without Backhaul.
         capacity_bytes: of the store; 0: no limit.
-        strategy: the store's eviction; None: its default, LRU.
+        strategies: how the store evicts and admits.
         min_load_tokens: see ``Options``.
     """
 
@@ -72,23 +72,27 @@ class Experiment(msgspec.Struct, frozen=True, kw_only=True):
     shape: ModelShape
     deployment: Deployment = Deployment()
     policy: Policy | None = Policy.BOTH
-    budget: Budget = Budget.UNLIMITED
     capacity_bytes: int = 0
-    eviction: str = "lru"
-    strategy: EvictionStrategy | None = None
+    strategies: Strategies = DEFAULT
     min_load_tokens: int = 1
     repeat: int = 0
 
     @property
     def arm(self) -> Arm:
-        """How its results are labelled."""
+        """How its results are labelled. With both limits it is named by the admitted bytes."""
+        budget, budget_bytes = Budget.UNLIMITED, 0
+        if self.capacity_bytes:
+            budget, budget_bytes = Budget.CAPACITY, self.capacity_bytes
+        if self.strategies.admission is Admission.BUDGET:
+            per_token = self.strategies.admit_bytes_per_token
+            budget, budget_bytes = Budget.ADMITTED, round(per_token * 1000)
         return Arm(
             source=Source.SIMULATED,
             workload=self.workload,
             policy=self.policy or NO_POLICY,
-            budget=self.budget,
-            budget_bytes=self.capacity_bytes,
-            eviction=self.eviction,
+            budget=budget,
+            budget_bytes=budget_bytes,
+            eviction=self.strategies.eviction,
             prompt_end=self.deployment.routing.prompt_end,
             model=self.shape.name,
             repeat=self.repeat,
@@ -171,7 +175,7 @@ class Simulator:
                 self.clock,
                 self._options,
                 capacity_bytes=experiment.capacity_bytes,
-                strategy=experiment.strategy,
+                strategies=experiment.strategies,
                 write_bytes_per_s=deployment.write_bytes_per_s,
             )
         pages = deployment.local_bytes // shape.block_bytes

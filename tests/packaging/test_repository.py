@@ -21,7 +21,8 @@ MAY_IMPORT = {
     "render": {"render", "protocols"},
     "connector": {"connector", "render", "transfer", "protocols"},
     "proxy": {"proxy", "protocols"},
-    "deploy": {"deploy", "proxy", "render", "transfer", "protocols"},
+    # The command line also offers the measurements.
+    "deploy": {"deploy", "proxy", "render", "transfer", "protocols", "benchmarks"},
     "benchmarks": set(FOLDERS),
 }
 
