@@ -30,6 +30,8 @@ class RequestHints(msgspec.Struct, frozen=True, kw_only=True):
         user_turn: whether the last message before it is a user's.
         publish: whether this request's checkpoints may be published.
         load: whether this request may load from the store.
+        return_prompt_token_ids: whether the prompt's token ids go into the response, for APIs that
+            have no field for them.
         rejected: names of fields whose value was ignored, to be counted.
     """
 
@@ -37,7 +39,11 @@ class RequestHints(msgspec.Struct, frozen=True, kw_only=True):
     user_turn: bool = False
     publish: bool = True
     load: bool = True
+    return_prompt_token_ids: bool = False
     rejected: tuple[str, ...] = ()
+
+
+SWITCHES = ("publish", "load", "user_turn", "return_prompt_token_ids")
 
 
 def parse_hints(params: object, prompt_tokens: int) -> RequestHints:
@@ -55,13 +61,14 @@ def parse_hints(params: object, prompt_tokens: int) -> RequestHints:
     if u_end is not None and (type(u_end) is not int or not 1 <= u_end <= prompt_tokens):
         rejected.append("u_end")
         u_end = None
-    switches = {name: params.get(name) for name in ("publish", "load", "user_turn")}
+    switches = {name: params.get(name) for name in SWITCHES}
     rejected += [n for n, value in switches.items() if not isinstance(value, bool | None)]
     return RequestHints(
         u_end=u_end,
         publish=switches["publish"] is not False,
         load=switches["load"] is not False,
         user_turn=switches["user_turn"] is True,
+        return_prompt_token_ids=switches["return_prompt_token_ids"] is True,
         rejected=tuple(rejected),
     )
 

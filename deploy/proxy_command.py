@@ -38,6 +38,13 @@ def proxy(
         float,
         typer.Option(metavar="SECONDS", help="After this, decode computes the prompt itself."),
     ] = _DEFAULTS.prefill_timeout_s,
+    first_token_timeout: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            help="Longest wait for the first token of an attempt; then another worker is tried.",
+        ),
+    ] = _DEFAULTS.first_token_timeout_s,
     request_timeout: Annotated[
         float, typer.Option(metavar="SECONDS", help="Longest request as a whole.")
     ] = _DEFAULTS.request_timeout_s,
@@ -63,6 +70,7 @@ def proxy(
         retries=retries,
         connect_timeout_s=connect_timeout,
         prefill_timeout_s=prefill_timeout,
+        first_token_timeout_s=first_token_timeout,
         request_timeout_s=request_timeout,
         stall_timeout_s=stall_timeout,
         health_interval_s=health_interval,
