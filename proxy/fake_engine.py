@@ -183,6 +183,8 @@ class _Reply:
         self._ids = transfer.get("prompt_token_ids") or fake_tokens(body)
         self.wants_prefill_only = bool(transfer.get("do_remote_decode"))
         self._transferred = bool(transfer.get("do_remote_prefill"))
+        hints = transfer.get("backhaul") or {}
+        self._asks_for_ids = bool(hints.get("return_prompt_token_ids"))
         limit = next(
             (body[name] for name in ("max_completion_tokens", "max_output_tokens", "max_tokens")
              if body.get(name) is not None), 4,
@@ -193,21 +195,20 @@ class _Reply:
 
     def whole(self) -> dict[str, Any]:
         text = "".join(self._words)
-        common = {"id": self._id, "model": self._body.get("model"), "kv_transfer_params": None}
+        params: dict[str, Any] | None = None
         if self.wants_prefill_only:
-            common["kv_transfer_params"] = self._parameters()
+            params = self._parameters()
         elif self._engine.record is not None:
-            common["kv_transfer_params"] = {"backhaul": {"loaded_tokens": 0}}
+            params = {"backhaul": {"loaded_tokens": 0}}
+        common = {"id": self._id, "model": self._body.get("model"), "kv_transfer_params": params}
         if self._kind == "responses":
             messages = None
             if self._body.get("enable_response_messages"):
                 messages = [{"message": "rendered", "tokens": self._ids}]
             return common | self._response(text) | {"input_messages": messages}
         if self._kind == "messages":
-            backhaul = self._body.get("kv_transfer_params", {}).get("backhaul", {})
-            told = (common["kv_transfer_params"] or {}).get("backhaul")
-            if told is not None and backhaul.get("return_prompt_token_ids"):
-                told["prompt_token_ids"] = self._ids
+            if self._asks_for_ids and params and "backhaul" in params:
+                params["backhaul"]["prompt_token_ids"] = self._ids
             return common | self._message(text)
         asked = self._body.get("return_token_ids")
         ids = {"prompt_token_ids": self._ids} if asked else {}

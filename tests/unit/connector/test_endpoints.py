@@ -180,3 +180,12 @@ def test_the_deepest_usable_boundary(
     )
     good = {b for b in boundaries if local < b <= limit and b not in denied}
     assert chosen == (max(good) if good else 0)
+
+
+@pytest.mark.parametrize(
+    ("value", "told"), [(True, True), (False, False), (None, False), (1, False)]
+)
+def test_token_ids_are_told_where_asked_for(value: object, told: bool) -> None:
+    hints = parse_hints({"return_prompt_token_ids": value}, 10)
+    assert hints.return_prompt_token_ids is told
+    assert hints.rejected == (("return_prompt_token_ids",) if value == 1 and not told else ())
