@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from backhaul.deploy.arguments import each, listen_address, pool_size, seconds
 from backhaul.transfer.daemon.settings import (
     DaemonSettings,
     format_bytes,
@@ -29,23 +30,40 @@ class LogLevel(enum.StrEnum):
 
 def store(
     listen: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="Catalog (gRPC) address; port 0: any free.")
+        str,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Catalog (gRPC) address; port 0: any free.",
+            callback=each(listen_address),
+        ),
     ] = str(_DEFAULTS.listen),
     capacity: Annotated[
-        str, typer.Option(metavar="SIZE", help="Pool size, e.g. 512MiB, 8GiB or plain bytes.")
+        str,
+        typer.Option(
+            metavar="SIZE",
+            help="Pool size, e.g. 512MiB, 8GiB or plain bytes.",
+            callback=each(pool_size),
+        ),
     ] = _DEFAULT_CAPACITY,
     http: Annotated[
         str,
         typer.Option(
-            metavar="HOST:PORT", help="Address of the status page, /healthz and /metrics."
+            metavar="HOST:PORT",
+            help="Address of the status page, /healthz and /metrics.",
+            callback=each(listen_address),
         ),
     ] = str(_DEFAULTS.http),
     publication_ttl: Annotated[
         float,
-        typer.Option(metavar="SECONDS", help="Life of a publication without a sign of its writer."),
+        typer.Option(
+            metavar="SECONDS",
+            help="Life of a publication without a sign of its writer.",
+            callback=each(seconds),
+        ),
     ] = _DEFAULTS.publication_ttl_s,
     lease_max: Annotated[
-        float, typer.Option(metavar="SECONDS", help="Longest lease of a reader.")
+        float,
+        typer.Option(metavar="SECONDS", help="Longest lease of a reader.", callback=each(seconds)),
     ] = _DEFAULTS.lease_max_s,
     prefault: Annotated[
         bool, typer.Option(help="Touch the whole pool at start, so that it is really there.")
