@@ -467,4 +467,4 @@ class Publisher:
         if publication in self._ending and not self._open.get(publication):
             self._ending.discard(publication)
             self._open.pop(publication, None)
-            self._catalog.send(lambda: self._store.abandon(publication, timeout_s=2.0))
+            self._catalog.give_back(lambda: self._store.abandon(publication, timeout_s=2.0))

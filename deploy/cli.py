@@ -16,6 +16,7 @@ from backhaul.deploy import (
     lint_command,
     proxy_command,
     store_command,
+    trace_command,
     up_command,
 )
 from backhaul.deploy.arguments import UsageError
@@ -35,6 +36,7 @@ app.command("checkpoints")(checkpoints_command.checkpoints)
 app.command("doctor")(doctor_command.doctor)
 app.command("explain")(explain_command.explain)
 app.command("lint-template")(lint_command.lint_template)
+app.command("trace")(trace_command.trace)
 
 
 def _show_version(wanted: bool) -> None:

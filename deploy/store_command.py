@@ -14,8 +14,10 @@ from backhaul.transfer.daemon.settings import (
     parse_address,
     parse_bytes,
 )
+from backhaul.transfer.strategies import DEFAULT, Admission, Eviction, Strategies
 
 _DEFAULTS = DaemonSettings()
+_DEFAULT_BURST = format_bytes(DEFAULT.admit_burst_bytes).replace(" ", "")
 _DEFAULT_CAPACITY = format_bytes(_DEFAULTS.capacity_bytes).replace(" ", "")
 
 
@@ -65,6 +67,26 @@ def store(
         float,
         typer.Option(metavar="SECONDS", help="Longest lease of a reader.", callback=each(seconds)),
     ] = _DEFAULTS.lease_max_s,
+    eviction: Annotated[
+        Eviction,
+        typer.Option(
+            help="What goes first: the least recently used, the least saved work per byte, or the "
+            "least utility after Marconi."
+        ),
+    ] = DEFAULT.eviction,
+    marconi_alpha: Annotated[
+        float, typer.Option(help="Weight of saved work against recency, with marconi.")
+    ] = DEFAULT.marconi_alpha,
+    admission: Annotated[
+        Admission,
+        typer.Option(help="Take in all that fits, or so many bytes per prompt token looked up."),
+    ] = DEFAULT.admission,
+    admit_per_token: Annotated[
+        str, typer.Option(metavar="SIZE", help="Bytes per prompt token, with budget.")
+    ] = "0",
+    admit_burst: Annotated[
+        str, typer.Option(metavar="SIZE", help="Bytes that may come at once, with budget.")
+    ] = _DEFAULT_BURST,
     prefault: Annotated[
         bool, typer.Option(help="Touch the whole pool at start, so that it is really there.")
     ] = _DEFAULTS.prefault,
@@ -79,6 +101,13 @@ def store(
         capacity_bytes=parse_bytes(capacity),
         publication_ttl_s=publication_ttl,
         lease_max_s=lease_max,
+        strategies=Strategies(
+            eviction=eviction,
+            marconi_alpha=marconi_alpha,
+            admission=admission,
+            admit_bytes_per_token=parse_bytes(admit_per_token),
+            admit_burst_bytes=parse_bytes(admit_burst),
+        ),
         prefault=prefault,
     )
 

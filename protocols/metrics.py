@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from backhaul.protocols.checkpoint import UNKNOWN_KIND, CheckpointKind, PassedOver, Reason, Tag
-from backhaul.protocols.options import Policy
+from backhaul.protocols.policy import Policy
 
 ENGINE_PREFIX = "backhaul:"
 STORE_PREFIX = "backhaul:store_"
@@ -263,6 +263,7 @@ STORE: dict[str, Metric] = {
     "present_objects": _counter("Wanted objects that were there already."),
     "busy_objects": _counter("Wanted objects that another publication was writing."),
     "full_objects": _counter("Wanted objects for which no space could be freed."),
+    "over_budget_objects": _counter("Wanted objects that the admission budget kept out."),
     "commits": _counter("Commit calls."),
     "committed_objects": _counter("Objects committed."),
     "stale_commits": _counter("Objects refused because their reservation had ended."),

@@ -31,10 +31,11 @@ class LeastRecentlyUsed:
 
     def order(self, checkpoints: Sequence[Checkpoint], now: float) -> list[Checkpoint]:
         """See ``EvictionStrategy``."""
-        return sorted(checkpoints, key=_recency)
+        return sorted(checkpoints, key=recency)
 
 
-def _recency(checkpoint: Checkpoint) -> tuple[float, bool, bool, int, int]:
+def recency(checkpoint: Checkpoint) -> tuple[float, bool, bool, int, int]:
+    """The order of ``LeastRecentlyUsed``; the others break ties by it."""
     outlives_rewriting = any(kind is not CheckpointKind.DECODE_END for kind in checkpoint.kinds)
     return (
         checkpoint.used_at,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from backhaul.protocols.errors import ConfigError
+from backhaul.transfer.strategies import DEFAULT, Strategies
 
 MIB = 1 << 20
 CAPACITY_MIN_BYTES = MIB
@@ -49,6 +50,7 @@ class DaemonSettings:
         capacity_bytes: size of the pool.
         publication_ttl_s: life of a publication without a sign of its writer, seconds.
         lease_max_s: longest lease, seconds.
+        strategies: how it evicts and admits.
         prefault: touch the whole pool at start, so that memory that is not there shows at start.
         grace_s: how long running calls may take to end at shutdown, seconds.
     """
@@ -58,6 +60,7 @@ class DaemonSettings:
     capacity_bytes: int = 4 << 30
     publication_ttl_s: float = 60.0
     lease_max_s: float = 300.0
+    strategies: Strategies = DEFAULT
     prefault: bool = False
     grace_s: float = 2.0
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import re
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -90,8 +93,8 @@ def daemon() -> Iterator[Daemon]:
     daemon = start("--log-level=warning")
     yield daemon
     if daemon.process.poll() is None:
-        daemon.process.kill()
-        daemon.process.communicate()
+        _, stderr = daemon.stop(signal.SIGKILL)
+        assert "Traceback" not in stderr, stderr
 
 
 @pytest.fixture
@@ -291,6 +294,158 @@ def test_a_lookup_waits_no_longer_than_the_announcement_lasts(catalog: Any) -> N
     )
     assert 0.15 < reply.waited_s < 20
     assert not reply.matches
+
+
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    [
+        ("unary_unary", "/backhaul.v1.Catalog/Lookup"),
+        ("unary_unary", "/grpc.health.v1.Health/Check"),
+        ("unary_stream", "/grpc.health.v1.Health/Watch"),
+        ("stream_stream", "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"),
+    ],
+)
+def test_bytes_that_are_no_message_are_refused_by_every_service(
+    channel: grpc.Channel, kind: str, method: str
+) -> None:
+    call: Any = getattr(channel, kind)(method)
+    with pytest.raises(grpc.RpcError) as caught:
+        answer = call(iter([b"\xff"]) if kind == "stream_stream" else b"\xff", timeout=20)
+        list(answer)
+    error: Any = caught.value
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "1 bytes that are not its request message" in error.details()
+
+
+def test_a_watch_of_health_still_streams(channel: grpc.Channel) -> None:
+    stub: Any = health_pb2_grpc.HealthStub(channel)  # type: ignore[no-untyped-call]
+    answers = stub.Watch(health_pb2.HealthCheckRequest(), timeout=20)
+    assert next(answers).status == health_pb2.HealthCheckResponse.SERVING
+    answers.cancel()
+
+
+# -- callers that are gone --------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def stoppable_daemon() -> Iterator[Daemon]:
+    """A daemon for these tests, whose leases and publications outlast them."""
+    daemon = start("--publication-ttl=600", "--lease-max=600")
+    yield daemon
+    _, stderr = daemon.stop(signal.SIGKILL)
+    assert "Traceback" not in stderr, stderr
+
+
+@pytest.fixture
+def stoppable(stoppable_daemon: Daemon) -> Iterator[Daemon]:
+    """The same, running before and after each test."""
+    yield stoppable_daemon
+    stoppable_daemon.process.send_signal(signal.SIGCONT)
+
+
+def stop(daemon: Daemon) -> None:
+    """Return once it stands still."""
+    daemon.process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, daemon.process.pid, os.WSTOPPED | os.WNOWAIT)
+
+
+def holdings(catalog: Any) -> tuple[int, int]:
+    """(valid leases, open publications)."""
+    stats = catalog.Stats(store_pb2.StatsRequest())
+    return stats.leases, stats.publications
+
+
+def comes_to(catalog: Any, expected: tuple[int, int]) -> bool:
+    """Whether holdings settle there; a poll, far below any lease's life."""
+    for _ in range(100):
+        if holdings(catalog) == expected:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.mark.parametrize("end", ["deadline", "cancel"])
+def test_a_lookup_that_outlives_its_caller_leaves_no_lease(stoppable: Daemon, end: str) -> None:
+    """The wait for a publication is over by the time the daemon goes on, and so is its caller."""
+    with grpc.insecure_channel(stoppable.grpc) as channel:
+        catalog: Any = store_pb2_grpc.CatalogStub(channel)  # type: ignore[no-untyped-call]
+        domain = open_domain(catalog, f"gone by {end}")
+        publish(catalog, domain, "g")
+        catalog.Abandon(store_pb2.AbandonRequest(publication_id="g"))
+        catalog.Announce(
+            store_pb2.AnnounceRequest(
+                domain_id=domain, boundary=2 * GRID, block_hash=chain("go")[-1], ttl_s=0.6
+            )
+        )
+        request = store_pb2.LookupRequest(
+            domain_id=domain, boundary_hashes=chain("go"), lease_s=600.0, wait_s=5.0
+        )
+        pending = catalog.Lookup.future(request, timeout=0.8 if end == "deadline" else 60)
+        time.sleep(0.2)
+        stop(stoppable)
+        time.sleep(0.2)
+        if end == "cancel":
+            pending.cancel()
+        with pytest.raises((grpc.RpcError, grpc.FutureCancelledError)):
+            pending.result(timeout=20)
+        time.sleep(0.6)
+        stoppable.process.send_signal(signal.SIGCONT)
+        before = catalog.Stats(store_pb2.StatsRequest()).counters["lookups"]
+        assert comes_to(catalog, (0, 0))
+        request.wait_s = 0
+        lease = catalog.Lookup(request, timeout=20).lease_id
+        assert lease and holdings(catalog) == (1, 0), "whoever is there gets one"
+        catalog.ReleaseLease(store_pb2.ReleaseLeaseRequest(lease_ids=[lease]))
+        assert catalog.Stats(store_pb2.StatsRequest()).counters["lookups"] == before + 1
+
+
+def test_calls_that_a_stop_cut_short_leave_nothing(stoppable: Daemon) -> None:
+    """Many callers at once, stopped at any point of a call; each gives back what it was told of."""
+    with grpc.insecure_channel(stoppable.grpc) as channel:
+        catalog: Any = store_pb2_grpc.CatalogStub(channel)  # type: ignore[no-untyped-call]
+        domain = open_domain(catalog, "cut short")
+        publish(catalog, domain, "c")
+        catalog.Abandon(store_pb2.AbandonRequest(publication_id="c"))
+        lookup = store_pb2.LookupRequest(
+            domain_id=domain, boundary_hashes=chain("c"), lease_s=600.0
+        )
+        wants = [store_pb2.Want(key=wire_key(key), nbytes=64) for key in keys_of(LAYOUT, "d")]
+        finished = threading.Event()
+        cut = Counter[str]()
+
+        def call(number: int) -> None:
+            for turn in itertools.count():
+                if finished.is_set():
+                    return
+                name = f"{number}.{turn}"
+                reserve = store_pb2.ReserveRequest(
+                    domain_id=domain, publication_id=name, wants=wants
+                )
+                try:
+                    lease = catalog.Lookup(lookup, timeout=0.25).lease_id
+                    catalog.ReleaseLease(store_pb2.ReleaseLeaseRequest(lease_ids=[lease]))
+                except grpc.RpcError:
+                    cut["Lookup"] += 1
+                try:
+                    catalog.Reserve(reserve, timeout=0.25)
+                    catalog.Abandon(store_pb2.AbandonRequest(publication_id=name))
+                except grpc.RpcError:
+                    cut["Reserve"] += 1
+
+        threads = [threading.Thread(target=call, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for turn in range(8):
+            time.sleep(0.05 + turn * 0.011)
+            stop(stoppable)
+            time.sleep(0.35)
+            stoppable.process.send_signal(signal.SIGCONT)
+        time.sleep(0.1)
+        finished.set()
+        for thread in threads:
+            thread.join()
+        assert cut["Lookup"] and cut["Reserve"]
+        assert comes_to(catalog, (0, 0)), holdings(catalog)
 
 
 def test_a_message_of_several_mebibytes_is_taken(catalog: Any) -> None:
