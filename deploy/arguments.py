@@ -35,7 +35,7 @@ _HEX_DIGITS = re.compile(r"[0-9a-fA-F]*", re.ASCII)
 
 _ENGINE_OPTIONS = {"--port": "--first-engine-port", "--model": "--model"}
 
-Check = Callable[[str, Any], None]
+Check = Callable[[str, Any], object]
 
 UsageError: Any = typer.BadParameter.__mro__[1]
 """What Typer's usage errors share; it names only this one of them in public."""
@@ -70,12 +70,17 @@ def one_line(name: str, value: str) -> None:
         raise ConfigError(f"{name} is {shown(value)}: give a text of one line, or leave it out")
 
 
-def pool_size(name: str, value: str) -> None:
-    """A size of a store's pool."""
+def size(name: str, value: str) -> int:
+    """A number of bytes."""
     try:
-        nbytes = parse_bytes(value)
+        return parse_bytes(value)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from None
+
+
+def pool_size(name: str, value: str) -> None:
+    """A size of a store's pool."""
+    nbytes = size(name, value)
     if nbytes < CAPACITY_MIN_BYTES:
         raise ConfigError(
             f"{name} is {format_bytes(nbytes)}: at least {format_bytes(CAPACITY_MIN_BYTES)} is "

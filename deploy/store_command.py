@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from backhaul.deploy.arguments import each, listen_address, pool_size, seconds
+from backhaul.deploy.arguments import each, listen_address, pool_size, seconds, size
 from backhaul.transfer.daemon.settings import (
     DaemonSettings,
     format_bytes,
@@ -82,10 +82,16 @@ def store(
         typer.Option(help="Take in all that fits, or so many bytes per prompt token looked up."),
     ] = DEFAULT.admission,
     admit_per_token: Annotated[
-        str, typer.Option(metavar="SIZE", help="Bytes per prompt token, with budget.")
+        str,
+        typer.Option(
+            metavar="SIZE", help="Bytes per prompt token, with budget.", callback=each(size)
+        ),
     ] = "0",
     admit_burst: Annotated[
-        str, typer.Option(metavar="SIZE", help="Bytes that may come at once, with budget.")
+        str,
+        typer.Option(
+            metavar="SIZE", help="Bytes that may come at once, with budget.", callback=each(size)
+        ),
     ] = _DEFAULT_BURST,
     prefault: Annotated[
         bool, typer.Option(help="Touch the whole pool at start, so that it is really there.")

@@ -35,6 +35,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "doctor": (),
     "explain": ("-",),
     "lint-template": (),
+    "trace": (__file__,),
 }
 NUMBERS = ("nan", "inf", "-inf", "-1", "1e99", "x", "", "٣", "0x10")
 """No number of seconds; 0 is none either where a wait must end."""
@@ -131,8 +132,11 @@ def test_no_address_to_ask(run: Run, command: str, option: str) -> None:
 
 @pytest.mark.parametrize(("command", "option"), options_of("SIZE"))
 def test_no_size(run: Run, command: str, option: str) -> None:
-    for text in ("0", "", "x", "-1", "٣MiB", "1_0MiB", "9" * 5000, "1e9", "nan", "1KiB", "9" * 30):
-        refused(run, command, f"{option}={text}")
+    for text in ("", "x", "-1", "٣MiB", "1_0MiB", "9" * 5000, "1e9", "nan", "9" * 30):
+        assert option in refused(run, command, f"{option}={text}")
+    if option == "--capacity":
+        for text in ("0", "1KiB"):
+            assert "1 MiB" in refused(run, command, f"{option}={text}")
 
 
 @pytest.mark.parametrize(
@@ -214,6 +218,10 @@ def test_what_the_proxy_takes_is_handed_on() -> None:
     check_further_arguments(
         ["--retries", "2", "--stall-timeout=5", "--prefill-policy=least-loaded"]
     )
+
+
+def test_no_command_is_forgotten_here() -> None:
+    assert set(COMMANDS) == set(COMMAND.commands)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
