@@ -504,7 +504,7 @@ def test_every_error_of_ours_has_a_code_and_none_hides_another() -> None:
         (["--capacity=5"], "capacity is 5 bytes: at least 1 MiB is needed"),
         (["--capacity=8Gold"], "size '8Gold' is unreadable: write e.g. 512MiB"),
         (["--listen=7400"], "address '7400' is unreadable: write host:port"),
-        (["--lease-max=0"], "lease_max_s is 0.0"),
+        (["--lease-max=0"], "--lease-max is 0.0"),
     ],
 )
 def test_a_wrong_option_is_one_line_and_exit_code_2(options: list[str], words: str) -> None:
