@@ -9,12 +9,14 @@ import typer
 
 import backhaul
 from backhaul.deploy import (
+    ab_command,
     checkpoints_command,
     demo_command,
     doctor_command,
     explain_command,
     lint_command,
     proxy_command,
+    simulate_command,
     store_command,
     trace_command,
     up_command,
@@ -35,8 +37,10 @@ app.command("up")(up_command.up)
 app.command("checkpoints")(checkpoints_command.checkpoints)
 app.command("doctor")(doctor_command.doctor)
 app.command("explain")(explain_command.explain)
+app.command("simulate")(simulate_command.simulate)
 app.command("lint-template")(lint_command.lint_template)
 app.command("trace")(trace_command.trace)
+app.command("ab")(ab_command.ab)
 
 
 def _show_version(wanted: bool) -> None:

@@ -542,7 +542,7 @@ class BlockIndex:
         return Reclaimer(
             self.objects,
             pinned_entries(held, [*leased, *self.checkpoints.pending]),
-            self.strategy.order([one for one in visible if not one.pinned], now),
+            self.strategy.order([one for one in visible if not one.leases], now),
             lambda checkpoint: self.checkpoints.evict(checkpoint, now),
             drop_loose,
             sizes,
