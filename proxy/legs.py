@@ -226,6 +226,16 @@ def _input_end(record: Mapping[str, Any] | None) -> int | None:
     return given if type(given) is int else None
 
 
+def _chosen_ends(record: Mapping[str, Any] | None) -> list[str] | None:
+    """What prefill's policy chose to publish (see ``protocols.record.Chosen``), so that decode does
+    the other half of the same choice."""
+    told = record.get("chosen") if record else None
+    ends = told.get("ends") if isinstance(told, dict) else None
+    if not isinstance(ends, list) or any(not isinstance(end, str) for end in ends):
+        return None
+    return ends
+
+
 def _token_ids(endpoint: Endpoint, answer: Mapping[str, Any]) -> tuple[int, ...] | None:
     ids: Any = None
     if endpoint is Endpoint.CHAT:
@@ -256,6 +266,8 @@ def decode_body(
     if (offset := _input_end(prefill.record)) is not None:
         # The client's own offset is for its own render, which is not the one that was used.
         given = given | {"u_end": offset}
+    if (ends := _chosen_ends(prefill.record)) is not None:
+        given = given | {"ends": ends}
     if given:
         transfer["backhaul"] = given
     if prefill.token_ids is not None:

@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backhaul.protocols.record import InputEnd, InputEndOutcome, RequestRecord, to_params
+from backhaul.protocols.checkpoint import CheckpointKind
+from backhaul.protocols.policy import Why
+from backhaul.protocols.record import Chosen, InputEnd, InputEndOutcome, RequestRecord, to_params
 from backhaul.proxy.legs import (
     Endpoint,
     Handover,
@@ -134,7 +136,17 @@ def test_u_end_of_the_render_that_was_used_wins() -> None:
     prefill = PrefillAnswer(params=PARAMS, record=to_params(RequestRecord(input_end=OF_PREFILL)))
     body = CHAT | {"kv_transfer_params": {"backhaul": {"u_end": 9, "publish": False}}}
     leg = decode_body(Endpoint.CHAT, body, prefill)
-    assert leg["kv_transfer_params"]["backhaul"] == {"u_end": 40, "publish": False}
+    assert leg["kv_transfer_params"]["backhaul"] == {"u_end": 40, "publish": False, "ends": []}
+
+
+def test_decode_is_told_what_prefills_policy_chose() -> None:
+    chosen = Chosen(ends=(CheckpointKind.INPUT_END,), why=Why.REASONING_DROPPED)
+    record = to_params(RequestRecord(chosen=chosen))
+    leg = decode_body(Endpoint.CHAT, CHAT, PrefillAnswer(params=PARAMS, record=record))
+    assert leg["kv_transfer_params"]["backhaul"] == {"ends": ["input_end"]}
+    for wrong in ({"chosen": 3}, {"chosen": {"ends": "x"}}, {"chosen": {"ends": [3]}}, {}):
+        leg = decode_body(Endpoint.CHAT, CHAT, PrefillAnswer(params=PARAMS, record=wrong))
+        assert "backhaul" not in leg["kv_transfer_params"]
 
 
 @pytest.mark.parametrize(
