@@ -77,6 +77,7 @@ def ab(
             metavar="URL",
             help="Engine behind A that forgets its prefix cache before each turn, as if the turn "
             "met another worker (VLLM_SERVER_DEV_MODE=1); repeat.",
+            callback=each(http_url),
         ),
     ] = None,
     reset_b: Annotated[
