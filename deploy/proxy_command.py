@@ -8,7 +8,14 @@ from typing import Annotated
 import typer
 from typer.main import get_command
 
-from backhaul.deploy.arguments import UsageError, each, http_urls, listen_address, seconds
+from backhaul.deploy.arguments import (
+    UsageError,
+    each,
+    http_urls,
+    listen_address,
+    pause_of_seconds,
+    seconds,
+)
 from backhaul.protocols.errors import ConfigError
 from backhaul.proxy.settings import Policy, ProxySettings, parse_urls
 
@@ -87,7 +94,12 @@ def proxy(
         ),
     ] = _DEFAULTS.health_interval_s,
     grace: Annotated[
-        float, typer.Option(metavar="SECONDS", help="How long requests may end at shutdown.")
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            help="How long requests may end at shutdown.",
+            callback=each(pause_of_seconds),
+        ),
     ] = _DEFAULTS.grace_s,
 ) -> None:
     """Run the P/D proxy until SIGTERM or SIGINT."""
