@@ -20,6 +20,7 @@ class CheckpointKind(enum.StrEnum):
     INPUT_END = "input_end"
     DECODE_END = "decode_end"
     SHARED_PREFIX = "shared_prefix"
+    BOUNDARY = "boundary"
 
 
 class Reason(enum.StrEnum):
@@ -176,6 +177,7 @@ def check_tags(
 _PRECEDENCE = (
     CheckpointKind.DECODE_END,
     CheckpointKind.INPUT_END,
+    CheckpointKind.BOUNDARY,
     CheckpointKind.SHARED_PREFIX,
     CheckpointKind.PROMPT_END,
 )
