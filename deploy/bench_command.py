@@ -11,6 +11,7 @@ import typer
 from backhaul.benchmarks.reuse.matrix import NOTHING, Matrix, StoreBudget
 from backhaul.benchmarks.reuse.record import Budget, PromptEndAt
 from backhaul.benchmarks.reuse.workloads import WORKLOADS, Sizes
+from backhaul.deploy.arguments import each, folder_to_write
 from backhaul.deploy.demo_command import default_cache_dir
 from backhaul.protocols.errors import ConfigError
 from backhaul.protocols.policy import Policy
@@ -41,6 +42,7 @@ def reuse(
             metavar="DIRECTORY",
             help="Where results.jsonl, report.html and report.md go. Arms that results.jsonl "
             "already has are not run again.",
+            callback=each(folder_to_write),
         ),
     ],
     policy: Annotated[
@@ -79,7 +81,10 @@ def reuse(
     ] = 2,
     seed: Annotated[int, typer.Option(help="Draws contents and the order of the arms.")] = 0,
     cache_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where to build the tiny model.")
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Where to build the tiny model.", callback=each(folder_to_write)
+        ),
     ] = None,
 ) -> None:
     """Policy x budget x workload on a real prefill/decode pair, as JSON lines and a report.
@@ -91,7 +96,7 @@ def reuse(
     """
     from rich.console import Console
 
-    from backhaul.benchmarks.reuse.run import run_matrix
+    from backhaul.benchmarks.reuse.run import MODEL, run_matrix
     from backhaul.deploy.processes import ServiceError
 
     sizes = Sizes(
@@ -107,7 +112,7 @@ def reuse(
         budgets=tuple(parse_budget(text, eviction) for text in budget or ["unlimited"]),
         prompt_ends=tuple(dict.fromkeys(prompt_end or PromptEndAt)),
         repeats=repeats,
-        model="tiny-hybrid",
+        model=MODEL,
         seed=seed,
     )
     try:

@@ -142,7 +142,12 @@ class StoreDaemon(Service):
         self._grpc = free_port()
         self._http = free_port()
 
-    def configure(self, *, capacity: str, args: Sequence[str] = ()) -> None:
+    @property
+    def settings(self) -> tuple[str, tuple[str, ...]]:
+        """What ``configure`` takes: the capacity, and further arguments."""
+        return self._capacity, self._args
+
+    def configure(self, capacity: str, args: Sequence[str] = ()) -> None:
         """What the next start is given; the addresses stay."""
         self._capacity = capacity
         self._args = tuple(args)

@@ -11,6 +11,7 @@ import msgspec
 
 from backhaul.benchmarks.reuse.contents import Contents
 from backhaul.benchmarks.reuse.matrix import NOTHING
+from backhaul.benchmarks.reuse.model_shape import ModelShape
 from backhaul.benchmarks.reuse.record import (
     Arm,
     ArmResult,
@@ -50,11 +51,12 @@ _REFUSED = (Reason.STORE_FULL, Reason.OVER_BUDGET)
 class RealArms:
     """One pair, arm after arm. Use from one thread."""
 
-    def __init__(self, pair: Pair, *, grid: int, concurrency: int = 4) -> None:
-        """``grid``: the engines' boundary grid in tokens. The engines need
-        ``VLLM_SERVER_DEV_MODE=1``, to be made to forget."""
+    def __init__(self, pair: Pair, shape: ModelShape, *, concurrency: int = 4) -> None:
+        """``shape``: of the model that the engines run. They need ``VLLM_SERVER_DEV_MODE=1``, to
+        be made to forget."""
         self._pair = pair
-        self._grid = grid
+        self._shape = shape
+        self._grid = shape.grid
         self._concurrency = concurrency
 
     def run(self, arm: Arm, turns: Sequence[Turn]) -> list[Result]:
@@ -85,7 +87,9 @@ class RealArms:
                 relation = relations.add(turn)
                 busy.append(end_s - arrival_s)
                 results.append(
-                    request_result(arm, turn, relation, relations, answer, arrival_s, end_s)
+                    request_result(
+                        arm, turn, relation, relations, self._shape, answer, arrival_s, end_s
+                    )
                 )
             self._settle()
             peak = max(peak, scrape(self._pair.store.http_url, _STORE)[f"{_STORE}used_bytes"])
@@ -209,6 +213,7 @@ def request_result(
     turn: Turn,
     relation: Relation,
     relations: Relations,
+    shape: ModelShape,
     answer: Answer,
     arrival_s: float,
     end_s: float,
@@ -219,12 +224,14 @@ def request_result(
     selected = said.selected
     boundary = selected.boundary if selected else 0
     kind = selected.kind if selected else ""
+    tokens = said.prompt_tokens or leg.prompt_tokens
+    hit = said.local_tokens + said.loaded_tokens
     return RequestResult(
         arm=arm,
         request=turn.request,
         conversation=turn.conversation,
         relation=relation,
-        prompt_tokens=said.prompt_tokens or leg.prompt_tokens,
+        prompt_tokens=tokens,
         output_tokens=len(answer.decode.tokens),
         local_tokens=said.local_tokens,
         loaded_tokens=said.loaded_tokens,
@@ -242,6 +249,9 @@ def request_result(
         ),
         reason=said.reason.value if said.reason else "",
         forced_splits=len(said.forced_chunk_ends),
+        saved_flops=shape.prefill_flops(0, hit),
+        loaded_flops=shape.prefill_flops(said.local_tokens, hit),
+        prefill_flops=shape.prefill_flops(0, tokens),
         arrival_s=arrival_s,
         ttft_s=answer.ttft_s,
         residency_s=end_s - arrival_s,

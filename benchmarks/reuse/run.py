@@ -5,20 +5,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from backhaul.benchmarks.reuse.matrix import Matrix, RunArm, finished_only, left_to_do, planned
+from backhaul.benchmarks.reuse.model_shape import preset
 from backhaul.benchmarks.reuse.real import RealArms
 from backhaul.benchmarks.reuse.record import Arm, read_results, write_results
+from backhaul.benchmarks.reuse.report import build_report, write_report
 from backhaul.benchmarks.reuse.workloads import Sizes, workload
 from backhaul.deploy.pair import Pair
 from backhaul.deploy.tiny_model import build_tiny_model
 from backhaul.protocols.errors import ConfigError
 
-GRID = 32
-"""The boundary grid that vLLM derives for the tiny model, in tokens."""
+MODEL = "tiny-hybrid"
+"""What the engines run, and the preset that tells its shape."""
 RESULTS = "results.jsonl"
+SETTINGS = "settings.json"
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """What all arms of one directory share; lines of others cannot be compared with them."""
+
+    sizes: Sizes
+    concurrency: int
 
 
 def run_matrix(
@@ -36,11 +47,12 @@ def run_matrix(
     where an engine or the store fails; what was finished by then is kept.
     """
     path = results_file(directory)
+    keep_to_settings(directory, Settings(sizes=sizes, concurrency=concurrency))
     earlier = finished_only(list(read_results(path))) if path.exists() else []
     arms = left_to_do(planned(matrix), earlier)
     console.print(f"{len(arms)} arms to run, {len(planned(matrix)) - len(arms)} done; {path}")
     if arms:
-        model = build_tiny_model(cache_dir / "tiny-hybrid")
+        model = build_tiny_model(cache_dir / MODEL)
         console.print(f"starting a pair (about a minute), logs in {directory / 'logs'}")
         pair = Pair(
             model,
@@ -49,10 +61,10 @@ def run_matrix(
             engine_env={"VLLM_SERVER_DEV_MODE": "1"},
         )
         with pair:
-            real = RealArms(pair, grid=GRID, concurrency=concurrency)
+            real = RealArms(pair, preset(MODEL), concurrency=concurrency)
             run_arms(console, arms, sizes, path, real.run)
-    write_report(list(read_results(path)), directory)
-    console.print(f"wrote {directory / 'report.html'} and {directory / 'report.md'}")
+    for written in write_report(build_report(read_results(path)), directory):
+        console.print(f"wrote {written}")
 
 
 def run_arms(console: Console, arms: Sequence[Arm], sizes: Sizes, path: Path, run: RunArm) -> None:
@@ -90,3 +102,26 @@ def results_file(directory: Path) -> Path:
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from None
     return path
+
+
+def keep_to_settings(directory: Path, settings: Settings) -> None:
+    """Note the settings in a new directory. Raises ``ConfigError`` where they were others."""
+    path = directory / SETTINGS
+    try:
+        earlier = msgspec.json.decode(path.read_bytes(), type=Settings)
+    except FileNotFoundError:
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(settings)) + b"\n")
+        return
+    except (msgspec.MsgspecError, OSError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}; take another directory") from None
+    ours, theirs = _flat(settings), _flat(earlier)
+    for name, value in ours.items():
+        if value != theirs[name]:
+            raise ConfigError(
+                f"{directory} has results with {name} {theirs[name]}, this run has {value}: take "
+                "another directory"
+            )
+
+
+def _flat(settings: Settings) -> dict[str, object]:
+    return {**msgspec.structs.asdict(settings.sizes), "concurrency": settings.concurrency}

@@ -19,7 +19,7 @@ def waves(turns: Iterable[Turn]) -> list[list[Turn]]:
     by_name = {turn.request: turn for turn in turns}
     depths: dict[str, int] = {}
     for turn in by_name.values():
-        path = []
+        path: list[str] = []
         name = turn.request
         while name and name not in depths:
             if name not in by_name:

@@ -31,7 +31,7 @@ from backhaul.benchmarks.reuse.record import (
     Result,
     read_results,
 )
-from backhaul.benchmarks.reuse.run import results_file, run_arms
+from backhaul.benchmarks.reuse.run import Settings, keep_to_settings, results_file, run_arms
 from backhaul.benchmarks.reuse.trace import Span, Turn
 from backhaul.benchmarks.reuse.waves import waves
 from backhaul.benchmarks.reuse.workloads import Sizes, workload
@@ -173,6 +173,21 @@ def test_a_directory_that_cannot_be_used_is_one_line(tmp_path: Path) -> None:
     taken.write_text("")
     with pytest.raises(ConfigError, match=r"results\.jsonl cannot be written"):
         results_file(taken)
+
+
+def test_results_of_other_sizes_are_not_mixed(tmp_path: Path) -> None:
+    settings = Settings(sizes=Sizes(), concurrency=2)
+    keep_to_settings(tmp_path, settings)
+    keep_to_settings(tmp_path, settings)
+    for other, name in (
+        (Settings(sizes=Sizes(user=7), concurrency=2), "user 200, this run has 7"),
+        (Settings(sizes=Sizes(), concurrency=3), "concurrency 2, this run has 3"),
+    ):
+        with pytest.raises(ConfigError, match=name):
+            keep_to_settings(tmp_path, other)
+    (tmp_path / "settings.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"settings\.json cannot be read"):
+        keep_to_settings(tmp_path, settings)
 
 
 @pytest.mark.parametrize(
