@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import msgspec
 import pytest
 from harness import BLOCK, Pair, new_uri
 
@@ -47,6 +48,7 @@ POLICIES = (
     Policy.BOTH,
     Policy.AUTO,
 )
+SHARES = ("shared_system", "mixed")
 # Every workload and every policy, sticky and not; each policy on as many of both.
 CASES = [
     (name, POLICIES[(2 * i + j) % len(POLICIES)], routing)
@@ -119,7 +121,9 @@ def as_recorded(result: RequestResult) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize(("name", "policy", "routing"), CASES)
 def test_the_same_tokens_are_found(name: str, policy: Policy, routing: Routing) -> None:
-    trace = workload(name, SIZES, seed=1)
+    # A junction is learnt by the second conversation and used by the third.
+    sizes = msgspec.structs.replace(SIZES, conversations=4) if name in SHARES else SIZES
+    trace = workload(name, sizes, seed=1)
     experiment = Experiment(
         workload=name,
         shape=SHAPE,
