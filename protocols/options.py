@@ -56,6 +56,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         verify_loads: compare every loaded object with its checksum.
         transfer_threads: threads per worker for loads, and as many for publications.
         request_log: file to which every request's record is appended as a JSON line; "" for none.
+        request_log_tokens: also the token ids of prompt and output, which are what users wrote;
+            ``backhaul explain`` then names the token at which two histories part.
     """
 
     store: str
@@ -75,6 +77,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     verify_loads: bool = True
     transfer_threads: Annotated[int, msgspec.Meta(ge=1, le=64)] = 2
     request_log: str = ""
+    request_log_tokens: bool = False
 
 
 def parse_options(raw: Mapping[str, Any]) -> Options:

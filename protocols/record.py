@@ -138,15 +138,26 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoggedRequest(RequestRecord, frozen=True, kw_only=True):
-    """One line of the request log: the record, and whose it is.
+    """One line of the request log: the record, whose it is, and what it takes to ask again.
 
-    ``time``: seconds since 1970, when the request ended; ``finish``: vLLM's status.
+    Attributes:
+        time: seconds since 1970, when the request ended.
+        finish: vLLM's status.
+        domain: id of the engine's cache domain.
+        grid_tokens: distance of its boundaries, tokens.
+        boundary_hashes: hex of the chained hash at every boundary of prompt and output, the first
+            at ``grid_tokens``; what a checkpoint there is named by.
+        token_ids: prompt and output; empty unless the engine was told to log them.
     """
 
     time: float
     engine: str
     request_id: str
     finish: str
+    domain: str = ""
+    grid_tokens: int = 0
+    boundary_hashes: tuple[str, ...] = ()
+    token_ids: tuple[int, ...] = ()
 
 
 def to_params(record: RequestRecord) -> dict[str, Any]:

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backhaul.deploy.explain_command import find_request
 from backhaul.deploy.explanation import CONTEXT_TOKENS, explain, first_difference
 from backhaul.deploy.prompts import PromptReader, parse_token_ids
+from backhaul.deploy.request_lines import find_request
 from backhaul.protocols.checkpoint import CheckpointKind, DomainId, PassedOver, Reason
 from backhaul.protocols.errors import ConfigError
 from backhaul.transfer.base import CheckpointInfo, Visibility
@@ -144,8 +144,8 @@ def test_a_request_is_found_in_a_log_that_is_being_written(tmp_path: Path) -> No
     first, last = {"request_id": "r-1", "n": 1}, {"request_id": "r-1", "n": 2}
     lines = [first, {"request_id": "r-12"}, ["r-1"], last, {"other": "r-1"}]
     log.write_text("\n".join(map(json.dumps, lines)) + '\n{"request_id": "r-1", "n"')
-    assert find_request(log, "r-1") == last
+    assert find_request([str(log)], "r-1").raw == last
     with pytest.raises(ConfigError, match="not in"):
-        find_request(log, "r-2")
+        find_request([str(log)], "r-2")
     with pytest.raises(ConfigError, match="cannot be read"):
-        find_request(tmp_path / "absent", "r-1")
+        find_request([str(tmp_path / "absent")], "r-1")
