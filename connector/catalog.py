@@ -6,9 +6,11 @@ runs on a thread and ``poll`` says "not yet" until it has answered or its time i
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,7 +18,7 @@ from dataclasses import dataclass
 from backhaul.connector.foreign import ConvertibleDomains, Foreign
 from backhaul.protocols.checkpoint import LeaseId, Reason
 from backhaul.protocols.domain import DomainRecord
-from backhaul.protocols.errors import StoreError
+from backhaul.protocols.errors import StoreError, StoreUnavailable
 from backhaul.protocols.options import Options
 from backhaul.transfer.base import LookupResult, Store
 
@@ -24,6 +26,10 @@ logger = logging.getLogger(__name__)
 
 _SEND_TIMEOUT_S = 2.0
 """For releases, announcements and the like: nobody waits for them."""
+_REPEAT_S = 1.0
+"""Pause before what a store did not take back is sent again."""
+_OWED_MAX = 4096
+"""Undelivered messages kept; beyond it the oldest is left to the store's own expiry."""
 
 
 @dataclass
@@ -76,6 +82,8 @@ class Catalog:
         self._lock = threading.Lock()  # guards _leases: filled on the threads below
         self._domain_known = False
         self._convertible = ConvertibleDomains(store, domain, options.convert_buffer_bytes)
+        self._owed: deque[tuple[Callable[[], object], float]] = deque(maxlen=_OWED_MAX)
+        self._repeat: threading.Timer | None = None  # both guarded by _lock
         self._threads = ThreadPoolExecutor(max_workers=4, thread_name_prefix="backhaul-catalog")
 
     @property
@@ -147,7 +155,13 @@ class Catalog:
         """Give a lease back."""
         with self._lock:
             self._leases.discard(lease)
-        self.send(lambda: self._store.release([lease], timeout_s=_SEND_TIMEOUT_S))
+        self.give_back(lambda: self._store.release([lease], timeout_s=_SEND_TIMEOUT_S))
+
+    def give_back(self, call: Callable[[], object]) -> None:
+        """As ``send``, of a release: while the store does not answer it is repeated, for as long
+        as a lease lasts, so that a store that stood still frees its space when it goes on."""
+        until = self._clock() + self._options.lease_s
+        self.send(lambda: self._try_to_give_back(call, until))
 
     def send(self, call: Callable[[], object]) -> None:
         """Run a call on a catalog thread; a store error is logged and forgotten."""
@@ -158,7 +172,32 @@ class Catalog:
 
     def close(self) -> None:
         """Stop the threads; calls that have not begun are dropped."""
+        with self._lock:
+            if self._repeat is not None:
+                self._repeat.cancel()
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _try_to_give_back(self, call: Callable[[], object], until: float) -> None:
+        try:
+            call()
+        except StoreUnavailable as error:
+            logger.debug("backhaul: %s", error)
+            if self._clock() >= until:
+                return
+            with self._lock:
+                self._owed.append((call, until))
+                if self._repeat is None:
+                    self._repeat = threading.Timer(_REPEAT_S, self._give_back_owed)
+                    self._repeat.daemon = True
+                    self._repeat.start()
+
+    def _give_back_owed(self) -> None:
+        with self._lock:
+            owed = list(self._owed)
+            self._owed.clear()
+            self._repeat = None
+        for call, until in owed:
+            self.send(functools.partial(self._try_to_give_back, call, until))
 
     @staticmethod
     def _guarded(call: Callable[[], object]) -> None:

@@ -91,6 +91,12 @@ def cache_layout(vllm_config: Any, kv_cache_config: Any) -> CacheLayout:
         hash_tokens=_block_sizes(vllm_config, kv_cache_config)[1],
         ranks=parallel.world_size,
     )
+    align = vllm_config.cache_config.mamba_cache_mode == "align"
+    if align and not layout.has_recurrent and not vllm_config.use_v2_model_runner:
+        raise UnsupportedError(
+            "--mamba-cache-mode align, but no layer of this model is recurrent: vLLM's V1 model "
+            "runner would end at the first request; leave the option out"
+        )
     return layout
 
 

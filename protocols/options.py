@@ -9,18 +9,10 @@ from typing import Annotated, Any
 import msgspec
 
 from backhaul.protocols.errors import ConfigError
+from backhaul.protocols.policy import Policy as Policy
 
 _Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
 _Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
-
-
-class Policy(enum.StrEnum):
-    """Which ends are published proactively; junctions always are."""
-
-    MAIN_SPARSE = "main_sparse"
-    INPUT_END = "input_end"
-    DECODE_END = "decode_end"
-    BOTH = "both"
 
 
 class FinishReason(enum.StrEnum):

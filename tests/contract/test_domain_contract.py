@@ -103,7 +103,7 @@ def test_the_record_of_a_domain_that_somebody_opened(new_client: ClientMaker) ->
     record = make_domain()
     new_client().open_domain(record, timeout_s=TIMEOUT_S)
     assert new_client().domain_record(record.domain_id, timeout_s=TIMEOUT_S) == record
-    with pytest.raises(StoreRejected, match="not known|unknown"):
+    with pytest.raises(StoreRejected, match=r"not known|unknown"):
         new_client().domain_record(DomainId("nobody's"), timeout_s=TIMEOUT_S)
 
 

@@ -55,6 +55,8 @@ def _pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ses
             "load_timeout_s": 5.0,
             "publish_timeout_s": 5.0,
             "lookup_timeout_s": 2.0,  # a busy machine, or one that just lost its store
+            # What could not be released (the store hung) runs out before `assert_idle` gives up.
+            "lease_s": 12.0,
         },
         engine_args=PROBE_ARGS,
         engine_env=PROBE_ENV,

@@ -107,7 +107,17 @@ def test_a_malformed_u_end_is_counted_and_ignored(pair: Session, u_end: object) 
     ("sampling", "finish", "published"),
     [
         ({"max_tokens": 60}, "length", False),
-        ({"max_tokens": 60, "min_tokens": 50, "stop": ["e", "t", "a"]}, "stop", False),
+        # Nothing but "e" is generated, and the stop string counts from the 50th token on.
+        (
+            {
+                "max_tokens": 60,
+                "min_tokens": 50,
+                "stop": ["e"],
+                "logit_bias": {str(ord("e")): 100.0},
+            },
+            "stop",
+            False,
+        ),
     ],
 )
 def test_other_ends_do_not_publish_by_default(

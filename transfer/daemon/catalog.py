@@ -2,6 +2,12 @@
 
 Everything runs on one event loop and every index call returns at once, so there are no locks.
 Only ``Lookup`` may wait, and it holds nothing while it does.
+
+A caller may be gone when its call is handled, because the daemon was stopped or busy meanwhile.
+gRPC cancels the handlers of calls that it knows to be over, but takes an answer for sent that
+nobody receives. So a call that grants a lease or opens a publication is looked at again once it is
+over: what was granted after the call's deadline is taken back, as its caller never will. Where load
+delays that look itself, this may meet a caller that got the answer in time; it costs a miss.
 """
 
 from __future__ import annotations
@@ -24,6 +30,7 @@ from backhaul.protocols.checkpoint import (
     DomainId,
     LeaseId,
     ObjectKey,
+    PrefillWork,
     PublicationId,
 )
 from backhaul.protocols.domain import parse_domain
@@ -39,6 +46,10 @@ PROTOCOL_VERSION = 1
 """Version of store.proto's meaning. 1: first version."""
 LOOKUP_WAIT_MAX_S = 30.0
 """Longest wait that a lookup may ask for; a request stalled longer is better recomputed."""
+
+SETTLE_S = 0.02
+"""A wait that overran by more than this did so because the process stood still. As long again is
+given to gRPC to read what arrived, and to cancel the handler if its caller hung up."""
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +72,7 @@ _GRANT_STATUS = {
     GrantStatus.PRESENT: store_pb2.Grant.PRESENT,
     GrantStatus.BUSY: store_pb2.Grant.BUSY,
     GrantStatus.FULL: store_pb2.Grant.FULL,
+    GrantStatus.OVER_BUDGET: store_pb2.Grant.OVER_BUDGET,
 }
 
 _Request = TypeVar("_Request")
@@ -168,6 +180,8 @@ class Catalog(store_pb2_grpc.CatalogServicer):
         answer = self._index.lookup(
             domain_id, hashes, request.above_tokens, request.lease_s, self._clock()
         )
+        if (lease := answer.lease) is not None:
+            _if_late(context, lambda: self._index.release([lease], self._clock()))
         matches = [
             store_pb2.Match(
                 boundary=match.boundary,
@@ -201,11 +215,14 @@ class Catalog(store_pb2_grpc.CatalogServicer):
             awaited = self._index.awaited(domain_id, hashes, above_tokens, now)
             if awaited is None:
                 break
+            due = min(deadline, awaited.until)
             try:
-                async with asyncio.timeout(min(deadline, awaited.until) - now):
+                async with asyncio.timeout(due - now):
                     await self._changed.wait()
             except TimeoutError:
                 pass
+            if self._clock() > due + SETTLE_S:
+                await asyncio.sleep(SETTLE_S)
             now = self._clock()
         return now - started
 
@@ -260,9 +277,11 @@ class Catalog(store_pb2_grpc.CatalogServicer):
         self, request: store_pb2.ReserveRequest, context: Any
     ) -> store_pb2.ReserveReply:
         """See store.proto."""
+        publication = PublicationId(request.publication_id)
+        self._disown_if_late(publication, context)
         grants = self._index.reserve(
             DomainId(request.domain_id),
-            PublicationId(request.publication_id),
+            publication,
             [(_key(want.key), want.nbytes) for want in request.wants],
             self._clock(),
         )
@@ -279,9 +298,11 @@ class Catalog(store_pb2_grpc.CatalogServicer):
     async def Commit(self, request: store_pb2.CommitRequest, context: Any) -> store_pb2.CommitReply:
         """See store.proto."""
         manifest = _manifest(request.manifest) if request.HasField("manifest") else None
+        publication = PublicationId(request.publication_id)
+        self._disown_if_late(publication, context)
         result = self._index.commit(
             DomainId(request.domain_id),
-            PublicationId(request.publication_id),
+            publication,
             request.rank,
             [Written(_key(item.key), item.token, item.checksum) for item in request.written],
             manifest,
@@ -311,6 +332,12 @@ class Catalog(store_pb2_grpc.CatalogServicer):
         """See store.proto."""
         names = [PublicationId(name) for name in request.publication_ids]
         return store_pb2.KeepAliveReply(unknown=self._index.keep_alive(names, self._clock()))
+
+    def _disown_if_late(self, publication: PublicationId, context: Any) -> None:
+        """To be called before the call that may open it: one that is open already has an owner
+        who knows of it."""
+        if not self._index.is_open(publication):
+            _if_late(context, lambda: self._index.disown(publication, self._clock()))
 
     # -- people -------------------------------------------------------------------------------
 
@@ -355,6 +382,17 @@ class Catalog(store_pb2_grpc.CatalogServicer):
         self._changed = asyncio.Event()
 
 
+def _if_late(context: Any, undo: Callable[[], None]) -> None:
+    """Call ``undo`` when the call is over, if its deadline has passed by then."""
+
+    def over(context: Any) -> None:
+        left_s = context.time_remaining()
+        if left_s is not None and left_s <= 0:
+            undo()
+
+    context.add_done_callback(over)
+
+
 def _key(key: store_pb2.Key) -> ObjectKey:
     return ObjectKey(key.rank, key.group, key.block_hash)
 
@@ -389,4 +427,5 @@ def _manifest(manifest: store_pb2.Manifest) -> CheckpointManifest:
         kinds=_members(CheckpointKind, "checkpoint kind", manifest.kinds),
         producer=manifest.producer,
         user_turn=manifest.user_turn,
+        work=PrefillWork(manifest.flops_per_token, manifest.flops_per_pair),
     )

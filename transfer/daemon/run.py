@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry
 from backhaul.protocols import store_pb2, store_pb2_grpc
 from backhaul.protocols.errors import ConfigError
 from backhaul.transfer.daemon.catalog import Catalog
+from backhaul.transfer.daemon.guard import InputGuard
 from backhaul.transfer.daemon.http import make_app, make_server
 from backhaul.transfer.daemon.metrics import EvictionTimer, RpcTimer, StatsCollector
 from backhaul.transfer.daemon.pool import Pool
@@ -62,7 +63,7 @@ async def serve(settings: DaemonSettings) -> None:
         registry = CollectorRegistry()
         registry.register(StatsCollector(index.stats))
         index.checkpoints.on_evicted = EvictionTimer(registry)
-        server = grpc.aio.server(interceptors=[RpcTimer(registry)], options=_OPTIONS)
+        server = grpc.aio.server(interceptors=[InputGuard(), RpcTimer(registry)], options=_OPTIONS)
         # The ports are taken before the pool: a second daemon must fail before it maps memory.
         port = _bind_grpc(server, settings.listen)
         pool = Pool(
@@ -109,6 +110,8 @@ def _make_index(settings: DaemonSettings) -> BlockIndex:
         instance_id=uuid.uuid4().hex[:16],
         first_token=secrets.randbits(48) + 1,
         quarantine_s=QUARANTINE_S,
+        strategy=settings.strategies.make_eviction(),
+        admission=settings.strategies.make_admission(),
     )
 
 

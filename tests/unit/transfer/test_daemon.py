@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import re
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -90,8 +93,8 @@ def daemon() -> Iterator[Daemon]:
     daemon = start("--log-level=warning")
     yield daemon
     if daemon.process.poll() is None:
-        daemon.process.kill()
-        daemon.process.communicate()
+        _, stderr = daemon.stop(signal.SIGKILL)
+        assert "Traceback" not in stderr, stderr
 
 
 @pytest.fixture
@@ -293,6 +296,158 @@ def test_a_lookup_waits_no_longer_than_the_announcement_lasts(catalog: Any) -> N
     assert not reply.matches
 
 
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    [
+        ("unary_unary", "/backhaul.v1.Catalog/Lookup"),
+        ("unary_unary", "/grpc.health.v1.Health/Check"),
+        ("unary_stream", "/grpc.health.v1.Health/Watch"),
+        ("stream_stream", "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"),
+    ],
+)
+def test_bytes_that_are_no_message_are_refused_by_every_service(
+    channel: grpc.Channel, kind: str, method: str
+) -> None:
+    call: Any = getattr(channel, kind)(method)
+    with pytest.raises(grpc.RpcError) as caught:
+        answer = call(iter([b"\xff"]) if kind == "stream_stream" else b"\xff", timeout=20)
+        list(answer)
+    error: Any = caught.value
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "1 bytes that are not its request message" in error.details()
+
+
+def test_a_watch_of_health_still_streams(channel: grpc.Channel) -> None:
+    stub: Any = health_pb2_grpc.HealthStub(channel)  # type: ignore[no-untyped-call]
+    answers = stub.Watch(health_pb2.HealthCheckRequest(), timeout=20)
+    assert next(answers).status == health_pb2.HealthCheckResponse.SERVING
+    answers.cancel()
+
+
+# -- callers that are gone --------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def stoppable_daemon() -> Iterator[Daemon]:
+    """A daemon for these tests, whose leases and publications outlast them."""
+    daemon = start("--publication-ttl=600", "--lease-max=600")
+    yield daemon
+    _, stderr = daemon.stop(signal.SIGKILL)
+    assert "Traceback" not in stderr, stderr
+
+
+@pytest.fixture
+def stoppable(stoppable_daemon: Daemon) -> Iterator[Daemon]:
+    """The same, running before and after each test."""
+    yield stoppable_daemon
+    stoppable_daemon.process.send_signal(signal.SIGCONT)
+
+
+def stop(daemon: Daemon) -> None:
+    """Return once it stands still."""
+    daemon.process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, daemon.process.pid, os.WSTOPPED | os.WNOWAIT)
+
+
+def holdings(catalog: Any) -> tuple[int, int]:
+    """(valid leases, open publications)."""
+    stats = catalog.Stats(store_pb2.StatsRequest())
+    return stats.leases, stats.publications
+
+
+def comes_to(catalog: Any, expected: tuple[int, int]) -> bool:
+    """Whether holdings settle there; a poll, far below any lease's life."""
+    for _ in range(100):
+        if holdings(catalog) == expected:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.mark.parametrize("end", ["deadline", "cancel"])
+def test_a_lookup_that_outlives_its_caller_leaves_no_lease(stoppable: Daemon, end: str) -> None:
+    """The wait for a publication is over by the time the daemon goes on, and so is its caller."""
+    with grpc.insecure_channel(stoppable.grpc) as channel:
+        catalog: Any = store_pb2_grpc.CatalogStub(channel)  # type: ignore[no-untyped-call]
+        domain = open_domain(catalog, f"gone by {end}")
+        publish(catalog, domain, "g")
+        catalog.Abandon(store_pb2.AbandonRequest(publication_id="g"))
+        catalog.Announce(
+            store_pb2.AnnounceRequest(
+                domain_id=domain, boundary=2 * GRID, block_hash=chain("go")[-1], ttl_s=0.6
+            )
+        )
+        request = store_pb2.LookupRequest(
+            domain_id=domain, boundary_hashes=chain("go"), lease_s=600.0, wait_s=5.0
+        )
+        pending = catalog.Lookup.future(request, timeout=0.8 if end == "deadline" else 60)
+        time.sleep(0.2)
+        stop(stoppable)
+        time.sleep(0.2)
+        if end == "cancel":
+            pending.cancel()
+        with pytest.raises((grpc.RpcError, grpc.FutureCancelledError)):
+            pending.result(timeout=20)
+        time.sleep(0.6)
+        stoppable.process.send_signal(signal.SIGCONT)
+        before = catalog.Stats(store_pb2.StatsRequest()).counters["lookups"]
+        assert comes_to(catalog, (0, 0))
+        request.wait_s = 0
+        lease = catalog.Lookup(request, timeout=20).lease_id
+        assert lease and holdings(catalog) == (1, 0), "whoever is there gets one"
+        catalog.ReleaseLease(store_pb2.ReleaseLeaseRequest(lease_ids=[lease]))
+        assert catalog.Stats(store_pb2.StatsRequest()).counters["lookups"] == before + 1
+
+
+def test_calls_that_a_stop_cut_short_leave_nothing(stoppable: Daemon) -> None:
+    """Many callers at once, stopped at any point of a call; each gives back what it was told of."""
+    with grpc.insecure_channel(stoppable.grpc) as channel:
+        catalog: Any = store_pb2_grpc.CatalogStub(channel)  # type: ignore[no-untyped-call]
+        domain = open_domain(catalog, "cut short")
+        publish(catalog, domain, "c")
+        catalog.Abandon(store_pb2.AbandonRequest(publication_id="c"))
+        lookup = store_pb2.LookupRequest(
+            domain_id=domain, boundary_hashes=chain("c"), lease_s=600.0
+        )
+        wants = [store_pb2.Want(key=wire_key(key), nbytes=64) for key in keys_of(LAYOUT, "d")]
+        finished = threading.Event()
+        cut = Counter[str]()
+
+        def call(number: int) -> None:
+            for turn in itertools.count():
+                if finished.is_set():
+                    return
+                name = f"{number}.{turn}"
+                reserve = store_pb2.ReserveRequest(
+                    domain_id=domain, publication_id=name, wants=wants
+                )
+                try:
+                    lease = catalog.Lookup(lookup, timeout=0.25).lease_id
+                    catalog.ReleaseLease(store_pb2.ReleaseLeaseRequest(lease_ids=[lease]))
+                except grpc.RpcError:
+                    cut["Lookup"] += 1
+                try:
+                    catalog.Reserve(reserve, timeout=0.25)
+                    catalog.Abandon(store_pb2.AbandonRequest(publication_id=name))
+                except grpc.RpcError:
+                    cut["Reserve"] += 1
+
+        threads = [threading.Thread(target=call, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for turn in range(8):
+            time.sleep(0.05 + turn * 0.011)
+            stop(stoppable)
+            time.sleep(0.35)
+            stoppable.process.send_signal(signal.SIGCONT)
+        time.sleep(0.1)
+        finished.set()
+        for thread in threads:
+            thread.join()
+        assert cut["Lookup"] and cut["Reserve"]
+        assert comes_to(catalog, (0, 0)), holdings(catalog)
+
+
 def test_a_message_of_several_mebibytes_is_taken(catalog: Any) -> None:
     domain = open_domain(catalog, "long prompt")
     hashes = [bytes([n % 256]) * 32 for n in range(200_000)]
@@ -349,7 +504,7 @@ def test_every_error_of_ours_has_a_code_and_none_hides_another() -> None:
         (["--capacity=5"], "capacity is 5 bytes: at least 1 MiB is needed"),
         (["--capacity=8Gold"], "size '8Gold' is unreadable: write e.g. 512MiB"),
         (["--listen=7400"], "address '7400' is unreadable: write host:port"),
-        (["--lease-max=0"], "lease_max_s is 0.0"),
+        (["--lease-max=0"], "--lease-max is 0.0"),
     ],
 )
 def test_a_wrong_option_is_one_line_and_exit_code_2(options: list[str], words: str) -> None:
@@ -418,7 +573,24 @@ def test_sizes_are_read(text: str, nbytes: int) -> None:
     assert parse_bytes(text) == nbytes
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "1e9", "5 parsecs", "8GB8", "0x10"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "GiB",
+        "-1GiB",
+        "1e9",
+        "5 parsecs",
+        "8GB8",
+        "0x10",
+        "٣MiB",
+        "9" * 5000,
+        "9e",
+        "1_0",
+        "2048P",
+        f"{2**61}",
+    ],
+)
 def test_unreadable_sizes_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="is unreadable"):
         parse_bytes(text)
@@ -434,8 +606,11 @@ def test_addresses_are_read_and_written() -> None:
     assert parse_address("127.0.0.1:7400") == Address("127.0.0.1", 7400)
     assert parse_address("[::1]:0") == Address("::1", 0)
     assert str(Address("::1", 7400)) == "[::1]:7400"
-    for text in ("", "host", ":7400", "host:", "host:x", "host:65536"):
+    for text in ("", "host", ":7400", "host:", "host:x", "host:²", "host:٣"):
         with pytest.raises(ConfigError, match="is unreadable"):
+            parse_address(text)
+    for text in ("host:65536", f"host:{'9' * 5000}"):
+        with pytest.raises(ConfigError, match="is above 65535"):
             parse_address(text)
 
 

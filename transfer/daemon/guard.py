@@ -1,0 +1,166 @@
+"""What arrives that is no request: refused with ``INVALID_ARGUMENT``, and one quiet log line.
+
+gRPC itself answers ``UNKNOWN`` to bytes that are no message and logs a traceback for each, so that
+anybody who can reach the port could fill the log.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any
+
+import grpc
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import DecodeError, Message
+
+LOG_INTERVAL_S = 10.0
+"""One line per so long; the next one says how many came in between."""
+
+logger = logging.getLogger(__name__)
+
+
+class Malformed:
+    """Stands for a request that could not be read, on its way to the handler."""
+
+    def __init__(self, why: str) -> None:
+        self.why = why
+
+
+class QuietLog:
+    """Logs the first of many lines and counts the others."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._next = -math.inf
+        self._unsaid = 0
+
+    def warning(self, text: str, *args: object) -> None:
+        """Log now, or count for the next line."""
+        now = self._clock()
+        if now < self._next:
+            self._unsaid += 1
+            return
+        more, self._unsaid = self._unsaid, 0
+        self._next = now + LOG_INTERVAL_S
+        logger.warning(text + (" (%d more before)" if more else ""), *args, *([more] * bool(more)))
+
+
+def wrong_seconds(message: Message) -> str | None:
+    """What is wrong with the first floating-point field, at any depth, that is no duration: all of
+    them are seconds. None where none is wrong."""
+    for field in _fields_with_numbers(message.DESCRIPTOR):
+        value: Any = getattr(message, field.name)
+        values: Sequence[Any] = value if field.is_repeated else [value]
+        for one in values:
+            if field.cpp_type == FieldDescriptor.CPPTYPE_MESSAGE:
+                wrong = wrong_seconds(one)
+                if wrong is not None:
+                    return f"{field.name}.{wrong}"
+            elif not 0 <= one < math.inf:  # also refuses NaN
+                return f"{field.name} is {one}: it must be a finite number of seconds, 0 or more"
+    return None
+
+
+_FLOATS = (FieldDescriptor.CPPTYPE_DOUBLE, FieldDescriptor.CPPTYPE_FLOAT)
+_numbers: dict[str, list[FieldDescriptor]] = {}
+
+
+def _fields_with_numbers(descriptor: Any) -> list[FieldDescriptor]:
+    """Fields that are floating-point numbers or contain some; the others are not looked at, for
+    messages carry many thousand hashes."""
+    known = _numbers.get(descriptor.full_name)
+    if known is None:
+        known = _numbers[descriptor.full_name] = []  # ends the recursion of recursive messages
+        known += [
+            field
+            for field in descriptor.fields
+            if field.cpp_type in _FLOATS
+            or (field.message_type is not None and _fields_with_numbers(field.message_type))
+        ]
+    return known
+
+
+class InputGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg, unused-ignore]
+    """Reads requests in gRPC's place, for every service of the server."""
+
+    def __init__(self) -> None:
+        self._log = QuietLog()
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[Any], Awaitable[Any]],
+        handler_call_details: Any,
+    ) -> Any:
+        """See ``grpc.aio.ServerInterceptor``."""
+        handler = await continuation(handler_call_details)
+        if handler is None or handler.request_deserializer is None:
+            return handler
+        method = handler_call_details.method.rpartition("/")[2]
+        reads = _reading(handler.request_deserializer)
+        writes = handler.response_serializer
+        if handler.unary_unary is not None:
+            return grpc.unary_unary_rpc_method_handler(
+                self._one(method, handler.unary_unary), reads, writes
+            )
+        if handler.unary_stream is not None:
+            return grpc.unary_stream_rpc_method_handler(
+                self._one_to_many(method, handler.unary_stream), reads, writes
+            )
+        if handler.stream_stream is not None:
+            return grpc.stream_stream_rpc_method_handler(
+                self._many(method, handler.stream_stream), reads, writes
+            )
+        return handler
+
+    def _one(self, method: str, handle: Callable[..., Awaitable[Any]]) -> Any:
+        async def call(request: Any, context: Any) -> Any:
+            await self._check(method, request, context)
+            return await handle(request, context)
+
+        return call
+
+    def _one_to_many(self, method: str, handle: Callable[..., Any]) -> Any:
+        async def call(request: Any, context: Any) -> Any:
+            await self._check(method, request, context)
+            answers = handle(request, context)
+            if hasattr(answers, "__aiter__"):
+                async for answer in answers:
+                    await context.write(answer)
+            else:  # a coroutine that writes to the context itself
+                await answers
+
+        return call
+
+    def _many(self, method: str, handle: Callable[..., AsyncIterator[Any]]) -> Any:
+        async def checked(requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+            async for request in requests:
+                await self._check(method, request, context)
+                yield request
+
+        async def call(requests: Any, context: Any) -> AsyncIterator[Any]:
+            async for answer in handle(checked(requests, context), context):
+                yield answer
+
+        return call
+
+    async def _check(self, method: str, request: Any, context: Any) -> None:
+        """Abort the call unless the request can be handled."""
+        wrong = request.why if isinstance(request, Malformed) else wrong_seconds(request)
+        if wrong is not None:
+            self._log.warning("refused a call of %s: %s", method, wrong)
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{method}: {wrong}")
+
+
+def _reading(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    """gRPC treats what a deserializer raises as a fault of the server, so it returns it."""
+
+    def read(data: bytes) -> Any:
+        try:
+            return deserialize(data)
+        except DecodeError:
+            return Malformed(f"{len(data)} bytes that are not its request message")
+
+    return read
