@@ -38,17 +38,18 @@ from backhaul.benchmarks.reuse.simulated_store import SimulatedStore
 from backhaul.benchmarks.reuse.trace import Turn
 from backhaul.connector.endpoints import (
     PromptEnds,
-    RequestHints,
+    choose_ends,
     decode_end,
     deepest_usable,
-    parse_hints,
     prompt_ends,
     publishes_decode_end,
-    wants_decode_end,
 )
+from backhaul.connector.hints import RequestHints, parse_hints
 from backhaul.connector.outcome import Limits, tag_candidates
 from backhaul.protocols.checkpoint import CheckpointKind, LeaseId, primary_kind
-from backhaul.protocols.options import FinishReason, Options, Policy
+from backhaul.protocols.match_history import MatchHistory, observe
+from backhaul.protocols.options import FinishReason, Options
+from backhaul.protocols.policy import Choice, Policy
 from backhaul.transfer.index import LookupAnswer
 from backhaul.transfer.strategies import DEFAULT, Admission, Strategies
 
@@ -112,6 +113,7 @@ class _Job:
     worker: _PrefillWorker
     answer: LookupAnswer = _NO_ANSWER
     answered_at: float = 0.0
+    choice: Choice = field(default_factory=Choice)
     ends: PromptEnds = field(default_factory=PromptEnds)
     stops: list[int] = field(default_factory=list)
     states: list[int] = field(default_factory=list)
@@ -133,12 +135,9 @@ class _PrefillWorker:
         self.ready: deque[_Job] = deque()  # loaded, to be computed first
         self.busy = False
         self.holding = 0  # requests that hold pages
+        self.waiting = 0  # requests that were sent here and are not prefilled
         self.reads = Link(deployment.read_bytes_per_s, deployment.call_s)
         self.writes = Link(deployment.write_bytes_per_s, deployment.call_s)
-
-    @property
-    def waiting(self) -> int:
-        return len(self.queue) + len(self.ready) + self.busy
 
 
 class _DecodeWorker:
@@ -168,6 +167,7 @@ class Simulator:
             min_load_tokens=experiment.min_load_tokens,
         )
         self.clock = Clock()
+        self._history = MatchHistory()
         self.store: SimulatedStore | None = None
         if experiment.policy is not None:
             self.store = SimulatedStore(
@@ -235,13 +235,13 @@ class Simulator:
         content = (*turn.prompt, *turn.output)
         hashes = self._hashes.of(content, turn.conversation)
         tokens = max(turn.prompt_tokens - self._deployment.handed_tokens, 1)
-        hints = parse_hints(
-            {"u_end": turn.u_end, "user_turn": turn.user_turn} if turn.u_end is not None else None,
-            turn.prompt_tokens,
-        )
+        hints = parse_hints(_facts(turn), turn.prompt_tokens)
         worker = self._route(turn)
+        worker.waiting += 1
         prompt = hashes[: tokens // self._shape.grid]
         job = _Job(turn, hints, hashes, prompt, tokens, self.clock.now, worker)
+        history = self._history.of(hints.template, hints.client)
+        job.choice = choose_ends(self._options.policy, hints, history)
         if self.store is None:
             self._answered(job, _NO_ANSWER)
             return
@@ -343,6 +343,7 @@ class Simulator:
             return PromptEnds(shared_prefix=junction)
         return prompt_ends(
             options=self._options,
+            choice=job.choice,
             u_end=job.hints.u_end,
             prompt_tokens=job.tokens,
             junction=junction,
@@ -398,6 +399,7 @@ class Simulator:
             states=job.states,
         )
         worker.holding -= 1
+        worker.waiting -= 1
         worker.busy = False
         target = min(self.decode, key=lambda w: w.running + len(w.queue))
         nbytes = job.tokens * self._shape.kv_bytes + self._shape.state_bytes
@@ -428,6 +430,7 @@ class Simulator:
             return
         ends = prompt_ends(
             options=self._options,
+            choice=job.choice,
             u_end=None,
             prompt_tokens=job.turn.prompt_tokens,
             junction=0,
@@ -452,8 +455,9 @@ class Simulator:
 
     def _publish_decode_end(self, worker: _DecodeWorker, job: _Job) -> None:
         turn = job.turn
-        wanted = wants_decode_end(self._options.policy)
-        if not wanted or not publishes_decode_end(FinishReason.STOP, self._options.publish_on):
+        if not job.choice.decode_end or not publishes_decode_end(
+            FinishReason.STOP, self._options.publish_on
+        ):
             return
         total = turn.prompt_tokens + turn.output_tokens
         end = decode_end(committed=total - 1, total_tokens=total, grid=self._shape.grid)
@@ -485,6 +489,7 @@ class Simulator:
             min_gain_tokens=self._options.min_load_tokens,
         )
         candidates = tag_candidates(job.answer.matches, job.selected, limits)
+        self._history.add(job.hints.template, job.hints.client, observe(candidates))
         chosen = next((c for c in candidates if c.selected), None)
         kind = primary_kind(chosen.kinds) if chosen else ""
         hit = job.resume
@@ -518,6 +523,7 @@ class Simulator:
                 reason="" if chosen else str(next(reasons, "")),
                 forced_splits=len(job.stops),
                 saved_flops=self._shape.prefill_flops(0, hit),
+                loaded_flops=self._shape.prefill_flops(job.local_tokens, hit),
                 prefill_flops=self._shape.prefill_flops(0, job.tokens),
                 arrival_s=job.sent_at,
                 ttft_s=job.first_token_at - job.sent_at,
@@ -549,6 +555,20 @@ class Simulator:
             peak_used_bytes=self.store.peak_used_bytes,
             lifetime_s=counters["evicted_lifetime_ms"] / 1000 / evicted if evicted else 0.0,
         )
+
+
+def _facts(turn: Turn) -> dict[str, object]:
+    """What the connector's plugin would say of a request."""
+    reasons = turn.reasoning_tokens > 0
+    return {
+        "u_end": turn.u_end,
+        "user_turn": turn.user_turn,
+        "tool_continuation": turn.tool_continuation,
+        "tools": turn.tools if turn.template else turn.tools or None,
+        "reasoning": reasons if turn.template else reasons or None,
+        "reasoning_kept": turn.reasoning_kept,
+        "template": turn.template,
+    }
 
 
 def simulate(
