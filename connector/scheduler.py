@@ -257,7 +257,11 @@ class SchedulerHalf:
         )
         record = tracked.record(publishing_decode_end=published)
         self._write_log(tracked, record)
-        return False, {"backhaul": to_params(record)}
+        told = to_params(record)
+        if tracked.hints.return_prompt_token_ids:
+            # Not in the record: the request log does not keep what people say.
+            told["prompt_token_ids"] = list(request.prompt_token_ids or ())
+        return False, {"backhaul": told}
 
     # -- the engine's other questions ---------------------------------------------------------
 

@@ -20,9 +20,9 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """A checkpoint at one of the request's boundaries, with its tags.
 
     ``reason`` says why it is not consumable, ``passed_over`` why it is consumable and not selected;
-    exactly one of them is set unless it is selected. With ``DOMAIN_MISMATCH``, ``domain`` is where
-    it lies and ``field`` the first field of that domain that differs. Raises ``ValueError``
-    otherwise.
+    exactly one of them is set unless it is selected. ``domain`` is where it lies, if not in the
+    engine's own; with ``DOMAIN_MISMATCH``, ``field`` is the first field of that domain that
+    differs. Raises ``ValueError`` otherwise.
     """
 
     boundary: int

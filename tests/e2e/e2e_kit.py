@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,6 +18,9 @@ from backhaul.deploy.engines import Engine, EngineSpec, StoreDaemon, backhaul_co
 from backhaul.deploy.pair import EngineClient, Leg, Pair, Turn, scrape
 from backhaul.deploy.processes import Cluster
 from backhaul.deploy.tiny_model import TOKEN_IDS
+from backhaul.protocols.layout import checkpoint_objects
+from backhaul.transfer.backends.inspector import StoreInspector
+from backhaul.transfer.registry import open_store
 
 B = 32
 """The boundary grid that vLLM derives for the tiny model; a test checks it against the engine."""
@@ -255,3 +259,41 @@ def wait_until(condition: Any, what: str, seconds: float = 20.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"did not happen within {seconds:.0f} s: {what}"
         time.sleep(0.1)
+
+
+def published_checksums(
+    uri: str, prompt: Sequence[int], end: int, *, ranks: int = 1
+) -> list[set[str]]:
+    """Checksums (hex) of all objects of the checkpoint at ``end``, as their writers gave them: one
+    set a rank."""
+    import grpc
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core.kv_cache_utils import hash_block_tokens, init_none_hash
+
+    from backhaul.protocols import store_pb2 as pb
+    from backhaul.protocols import store_pb2_grpc as rpc
+
+    function = get_hash_fn_by_name("sha256")
+    init_none_hash(function)
+    hashes: list[bytes] = []
+    parent = None
+    for start in range(0, end, B):
+        parent = hash_block_tokens(function, parent, prompt[start : start + B], None)
+        hashes.append(bytes(parent))
+    store = open_store(uri, client_name="test")
+    with StoreInspector(uri, timeout_s=5) as inspector:
+        domain = next(d for d in inspector.domains() if d.record.layout.ranks == ranks)
+    result = store.lookup(domain.id, hashes, lease_s=10, timeout_s=5)
+    assert result.lease is not None and result.matches[0].boundary == end
+    found: list[set[str]] = [set() for _ in range(ranks)]
+    with grpc.insecure_channel(uri.removeprefix("backhaul://")) as channel:
+        stub = rpc.CatalogStub(channel)
+        for rank, (group, name) in product(
+            range(ranks), checkpoint_objects(domain.record.layout, end, hashes)
+        ):
+            keys = [pb.Key(rank=rank, group=group, block_hash=name)]
+            reply = stub.Locate(pb.LocateRequest(lease_id=result.lease, keys=keys))
+            found[rank].add(f"{reply.locations[0].checksum:016x}")
+    store.release([result.lease], timeout_s=5)
+    store.close()
+    return found
