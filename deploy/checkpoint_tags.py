@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from backhaul.deploy.explanation import tag as tag_for_prompt
 from backhaul.deploy.prompt_lookup import LIMIT, Subject, differing_fields, look_up
-from backhaul.protocols.checkpoint import Reason
+from backhaul.protocols.checkpoint import DomainId, Reason
 from backhaul.transfer.base import CheckpointInfo, DomainInfo, Visibility
 
 if TYPE_CHECKING:
@@ -58,31 +59,43 @@ def tagged_without(
 ) -> TaggedPage:
     """A page without a request: ``query`` already asks for what was selected. ``consumable`` is
     what a worker of ``target`` could load for a request with that very prefix."""
-    if target is not None and wanted in ("consumable", "selected"):
-        query = dataclasses.replace(query, domain=target.id)
-    page = inspector.page(query)
     fields = differing_fields(domains, target) if target else {}
-    tags = []
-    for info in page.checkpoints:
-        retained = info.visibility is Visibility.VISIBLE
-        fits = target is not None and info.domain == target.id
-        reason = None
-        if target is not None and not (retained and fits):
-            reason = {
-                Visibility.EVICTED: Reason.EVICTED,
-                Visibility.PENDING: Reason.UNCOMMITTED,
-            }.get(info.visibility, Reason.DOMAIN_MISMATCH)
-        tags.append(
-            Tags(
-                retained=retained,
-                hash_matched=None,
-                consumable=None if target is None else retained and fits,
-                selected=retained and info.hits > 0,
-                reason=reason,
-                field=fields.get(info.domain, "") if reason is Reason.DOMAIN_MISMATCH else "",
-            )
-        )
-    return TaggedPage(page.checkpoints, tuple(tags), page.next_cursor)
+    rows: list[tuple[CheckpointInfo, Tags]] = []
+    while True:
+        page = inspector.page(query)
+        for info in page.checkpoints:
+            tags = _tags_without(info, target, fields)
+            if wanted != "consumable" or tags.consumable:
+                rows.append((info, tags))
+        left = query.limit - len(rows)
+        if not page.next_cursor or left <= 0:
+            infos = tuple(info for info, _ in rows)
+            return TaggedPage(infos, tuple(tags for _, tags in rows), page.next_cursor)
+        # Whole pages only, so that the last one's cursor goes on where this listing ends.
+        query = dataclasses.replace(query, limit=left, cursor=page.next_cursor)
+
+
+def _tags_without(
+    info: CheckpointInfo, target: DomainInfo | None, fields: Mapping[DomainId, str]
+) -> Tags:
+    retained = info.visibility is Visibility.VISIBLE
+    selected = retained and info.hits > 0
+    if target is None:
+        return Tags(retained, hash_matched=None, consumable=None, selected=selected)
+    reason = None
+    if not retained:
+        evicted = info.visibility is Visibility.EVICTED
+        reason = Reason.EVICTED if evicted else Reason.UNCOMMITTED
+    elif info.domain != target.id and fields.get(info.domain) != "":
+        reason = Reason.DOMAIN_MISMATCH
+    return Tags(
+        retained,
+        hash_matched=None,
+        consumable=reason is None,
+        selected=selected,
+        reason=reason,
+        field=fields.get(info.domain, "") if reason is Reason.DOMAIN_MISMATCH else "",
+    )
 
 
 def tagged_for(

@@ -71,18 +71,19 @@ def tag(
 ) -> tuple[Candidate, ...]:
     """Each checkpoint's tags for a prompt and a worker of ``domain``. ``infos`` carry
     ``common_tokens`` and hold whatever matches: selected is the deepest consumable one.
-    ``differing``: other domains' first field that differs."""
+    ``differing``: of other domains the first field that keeps their bytes from this worker; ""
+    where they can be converted."""
     usable = [
         info.boundary
         for info in infos
         if _matches(info)
-        and info.domain == domain
+        and (info.domain == domain or differing.get(info.domain) == "")
         and info.visibility is Visibility.VISIBLE
         and info.boundary < prompt_tokens
     ]
     selected = max(usable, default=None)
     return tuple(
-        _candidate(info, domain, selected, prompt_tokens, differing.get(info.domain, ""))
+        _candidate(info, domain, selected, prompt_tokens, differing.get(info.domain))
         for info in infos
     )
 
@@ -92,9 +93,13 @@ def _matches(info: CheckpointInfo) -> bool:
 
 
 def _candidate(
-    info: CheckpointInfo, domain: DomainId, selected: int | None, prompt_tokens: int, field: str
+    info: CheckpointInfo,
+    domain: DomainId,
+    selected: int | None,
+    prompt_tokens: int,
+    field: str | None,
 ) -> Candidate:
-    reason, passed_over = _reason(info, domain), None
+    reason, passed_over = _reason(info, domain, convertible=field == ""), None
     chosen = reason is None and info.boundary == selected
     if reason is None and not chosen:
         deep = info.boundary >= prompt_tokens
@@ -110,19 +115,19 @@ def _candidate(
         reason=reason,
         passed_over=passed_over,
         age_s=info.age_s,
-        field=field if reason is Reason.DOMAIN_MISMATCH else "",
+        field=field or "" if reason is Reason.DOMAIN_MISMATCH else "",
         domain=info.domain if reason is Reason.DOMAIN_MISMATCH else "",
     )
 
 
-def _reason(info: CheckpointInfo, domain: DomainId) -> Reason | None:
+def _reason(info: CheckpointInfo, domain: DomainId, *, convertible: bool) -> Reason | None:
     if info.visibility is Visibility.EVICTED:
         return Reason.EVICTED
     if info.visibility is Visibility.PENDING:
         return Reason.UNCOMMITTED
     if not _matches(info):
         return Reason.HASH_MISMATCH
-    return None if info.domain == domain else Reason.DOMAIN_MISMATCH
+    return None if info.domain == domain or convertible else Reason.DOMAIN_MISMATCH
 
 
 class Divergence(NamedTuple):

@@ -86,14 +86,18 @@ def domain_of(
 
 
 def differing_fields(domains: list[DomainInfo], target: DomainInfo) -> dict[DomainId, str]:
-    """Domain -> the first field that keeps its bytes from a worker of ``target``."""
-    from backhaul.protocols.comparison import compare
+    """Other domain -> the first field that keeps its bytes from a worker of ``target``; "" where
+    they can be converted."""
+    from backhaul.protocols.comparison import Verdict, compare
 
     fields = {}
     for other in domains:
-        causes = compare(target.record, other.record).causes
-        if causes:
-            fields[other.id] = causes[0].path
+        found = compare(target.record, other.record)
+        if found.verdict is Verdict.CONVERTIBLE:
+            fields[other.id] = ""
+        elif found.verdict is Verdict.MISMATCH:
+            causes = [one.path for one in found.causes if not one.conversion]
+            fields[other.id] = (causes or [found.differences[0].path])[0]
     return fields
 
 

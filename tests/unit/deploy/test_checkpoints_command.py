@@ -185,7 +185,13 @@ def test_tags_without_a_request(live_store: RunningStore) -> None:
     assert listed(live_store, *options, "--tag=selected") == [1]
     assert listed(live_store, "--tag=consumable", f"--for-domain={domain}") == [2, 1]
     assert listed(live_store, "--tag=consumable", f"--for-domain={other}") == [3]
-    assert listed(live_store, "--tag=selected", f"--for-domain={other}") == []
+    assert listed(live_store, "--tag=selected", "--domain", other, f"--for-domain={other}") == []
+    # Pages of what is left of pages: the cursor goes on where the listing ended.
+    options = ("--tag=consumable", f"--for-domain={domain}", "--limit=1")
+    _, out, _ = backhaul("checkpoints", "--store", live_store.uri, "--json", *options)
+    document = json.loads(out)
+    assert [one["boundary"] // GRID for one in document["checkpoints"]] == [2]
+    assert listed(live_store, *options, "--cursor", document["next_cursor"]) == [1]
     _, out, _ = backhaul(
         "checkpoints", "--store", live_store.uri, f"--domain={other}", f"--for-domain={domain}"
     )

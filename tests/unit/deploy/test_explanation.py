@@ -149,3 +149,13 @@ def test_a_request_is_found_in_a_log_that_is_being_written(tmp_path: Path) -> No
         find_request([str(log)], "r-2")
     with pytest.raises(ConfigError, match="cannot be read"):
         find_request([str(tmp_path / "absent")], "r-1")
+
+
+def test_what_can_be_converted_is_consumable_and_what_cannot_names_the_field() -> None:
+    infos = [info(1), info(3, domain=OTHER), info(2, domain=DomainId("third"))]
+    found = explain(infos, MINE, 10, {OTHER: "", DomainId("third"): "kv_dtype"}).candidates
+    by_boundary = {one.boundary: one for one in found}
+    assert by_boundary[3].selected and by_boundary[3].field == ""
+    assert by_boundary[2].reason is Reason.DOMAIN_MISMATCH
+    assert (by_boundary[2].field, by_boundary[2].domain) == ("kv_dtype", "third")
+    assert by_boundary[1].passed_over is PassedOver.SHALLOWER
