@@ -309,10 +309,8 @@ class Solo:
                 cores=core,
                 kv_transfer_config=backhaul_config(self.store.uri, **options),
                 args=(
-                    "--max-model-len=2048",
-                    "--num-gpu-blocks-override=256",
-                    # Keeps every boundary locally, so that it holds the states that it publishes.
-                    f"--prefix-cache-retention-interval={B}",
+                    "--max-model-len=1024",
+                    "--num-gpu-blocks-override=512",
                     *args,
                 ),
                 env=env,

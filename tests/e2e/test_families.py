@@ -56,7 +56,7 @@ class Fleet:
                     tiny_models.build(one, self._folder / one),
                     self._folder,
                     core=str(core),
-                    args=(*PROBE_ARGS, *FAMILIES[one].args),
+                    args=(*PROBE_ARGS, *FAMILIES[one].engine_args),
                     env=PROBE_ENV,
                 )
                 for core, one in enumerate(names)

@@ -40,6 +40,13 @@ class Family:
     norm: float = 1.0
     args: tuple[str, ...] = ()
 
+    @property
+    def engine_args(self) -> tuple[str, ...]:
+        """Also makes the engine keep every boundary's states locally, so that it holds those that
+        it publishes; vLLM refuses the option where there is nothing to keep."""
+        keep = ("--prefix-cache-retention-interval=32",)
+        return (*self.args, *(keep if self.recurrent or self.windows else ()))
+
 
 COMMON: dict[str, Any] = {
     "vocab_size": 320,
@@ -76,8 +83,8 @@ FAMILIES = {
     "short-convolution": Family(
         "lfm2",
         {
-            "num_hidden_layers": 4, "block_auto_adjust_ff_dim": False, "block_dim": 128,
-            "conv_dim": 128, "tie_word_embeddings": True,
+            "num_hidden_layers": 4, "head_dim": 32, "block_auto_adjust_ff_dim": False,
+            "block_dim": 128, "conv_dim": 128, "tie_word_embeddings": True,
             "layer_types": ["conv", "conv", "conv", "full_attention"],
         },
         recurrent=True,
