@@ -7,9 +7,8 @@ later preemption and its new lookup change nothing in it, as in vLLM's own stati
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from backhaul.connector.stats import StatsRecorder
 from backhaul.protocols.checkpoint import (
     CheckpointKind,
     CheckpointMatch,
@@ -20,6 +19,9 @@ from backhaul.protocols.checkpoint import (
 )
 from backhaul.protocols.metrics import NONE
 from backhaul.protocols.record import CANDIDATES_MAX, Candidate, MatchedTokens, Selected
+
+if TYPE_CHECKING:  # it imports vLLM, which the simulator runs without
+    from backhaul.connector.stats import StatsRecorder
 
 
 class Answered(NamedTuple):

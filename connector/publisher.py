@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from backhaul.connector.catalog import Catalog
-from backhaul.connector.endpoints import decode_end, wants_decode_end
+from backhaul.connector.endpoints import decode_end
 from backhaul.connector.events import KvEvents
 from backhaul.connector.jobs import BlockHolds, Job, JobBook
 from backhaul.connector.messages import BlockRef, PublishJob
@@ -32,6 +32,7 @@ from backhaul.protocols.checkpoint import (
 )
 from backhaul.protocols.layout import CacheLayout, GroupKind, block_hash_index, required_blocks
 from backhaul.protocols.options import NoPath, Options
+from backhaul.protocols.policy import Matched, choose
 from backhaul.transfer.base import Store
 
 logger = logging.getLogger(__name__)
@@ -86,9 +87,6 @@ class Publisher:
         self._domain = domain
         self._engine_id = engine_id
         self._object_bytes = object_bytes
-        self._state_bytes = layout.ranks * sum(
-            object_bytes[g.index] for g in layout.groups if g.kind is GroupKind.RECURRENT
-        )
         self._store = store
         self._catalog = catalog
         self._holds = holds
@@ -175,7 +173,10 @@ class Publisher:
             if pin.kinds:
                 tracked.sent.add(boundary)
                 self._publish(tracked, pin, pin.kinds, table, self._new_publication(tracked))
-            if not self._may_be_decode_end(tracked, boundary):
+            if not self._may_be_decode_end(tracked, boundary) or (
+                tracked.verbatim is not None
+                and boundary > tracked.verbatim.end(tracked.request.all_token_ids, committed)
+            ):
                 self._unpin(tracked, boundary)
                 continue
             if tracked.decode_pin:
@@ -191,15 +192,18 @@ class Publisher:
     def on_finished(
         self, tracked: TrackedRequest, table: BlockTable, *, committed: int, publish: bool
     ) -> bool:
-        """The request ended with ``committed`` computed tokens. Sends D_end if ``publish``.
-        Returns whether a D_end publication was dispatched."""
+        """The request ended with ``committed`` computed tokens. Sends D_end, or the end
+        of what the parser keeps of it, if ``publish``. Returns whether D_end was dispatched."""
         limit = min(committed, max(tracked.request.num_tokens - 1, 0))
         self.confirm(tracked, committed, table, limit=limit)
         sent = False
-        if publish and wants_decode_end(self._options.policy):
+        kind = CheckpointKind.DECODE_END if tracked.verbatim is None else CheckpointKind.BOUNDARY
+        if publish and tracked.takes_decode:
             end = decode_end(
                 committed=committed, total_tokens=tracked.request.num_tokens, grid=self._grid
             )
+            if tracked.verbatim is not None:
+                end = self._verbatim_boundary(tracked, limit)
             pin = tracked.pins.get(tracked.decode_pin)
             withheld = pin is None and tracked.pathless
             pathless = withheld or not self._has_path(tracked)
@@ -208,9 +212,7 @@ class Publisher:
                     self._stats.count("publication_failures", Reason.NO_PUBLICATION_PATH)
             elif pin is not None and pin.boundary <= end:
                 publication = tracked.publication or self._new_publication(tracked)
-                sent = self._publish(
-                    tracked, pin, (CheckpointKind.DECODE_END,), table, publication, last=True
-                )
+                sent = self._publish(tracked, pin, (kind,), table, publication, last=True)
                 if sent and pathless:
                     next(reversed(self._sending.values())).pathless = True
             elif end >= tracked.request.num_prompt_tokens:
@@ -218,7 +220,7 @@ class Publisher:
         if not sent:
             self.discard(tracked)
         self.unpin_all(tracked)
-        return sent
+        return sent and kind is CheckpointKind.DECODE_END
 
     def discard(self, tracked: TrackedRequest) -> None:
         """The request ended without a D_end: give back its pins and what was sent ahead."""
@@ -256,12 +258,20 @@ class Publisher:
     def _may_be_decode_end(self, tracked: TrackedRequest, boundary: int) -> bool:
         """A reply of one token ends at n = prompt length, and a handed-over state at one less."""
         reached = boundary >= tracked.request.num_prompt_tokens - 1
-        if not (reached and wants_decode_end(self._options.policy)):
+        if not (reached and tracked.takes_decode):
             return False
         if self._options.no_path is NoPath.DISABLE and not self._has_path(tracked):
             tracked.pathless = True
             return False
         return True
+
+    def _verbatim_boundary(self, tracked: TrackedRequest, final_tokens: int) -> int:
+        """Boundary of what the parser keeps of the finished request; 0 where the policy, which
+        bounds how many positions a request may have, leaves it out."""
+        assert tracked.verbatim is not None
+        kept = tracked.verbatim.end(tracked.request.all_token_ids, final_tokens)
+        choice = choose(tracked.policy, tracked.hints.known(Matched(), verbatim_end=kept))
+        return kept // self._grid * self._grid if kept in choice.extra else 0
 
     def _has_path(self, tracked: TrackedRequest) -> bool:
         """Whether anybody can load this request's D_end; asks again soon where nobody can."""
@@ -441,7 +451,7 @@ class Publisher:
         if job.reason is None:
             if sending.pathless:
                 self._stats.count("publication_failures", Reason.NO_PUBLICATION_PATH)
-            self._count_published(sending.kinds)
+            self._count_published(sending.kinds, job.state_bytes)
             if tracked is not None and CheckpointKind.INPUT_END in sending.kinds:
                 self._stats.count("user_turns_published", n=tracked.hints.user_turn)
             if tracked is not None:
@@ -454,10 +464,10 @@ class Publisher:
             self._stats.count("publication_failures", job.reason)
         self._end_publication(sending.publication)
 
-    def _count_published(self, kinds: tuple[CheckpointKind, ...]) -> None:
+    def _count_published(self, kinds: tuple[CheckpointKind, ...], state_bytes: int) -> None:
         primary = primary_kind(kinds)
         self._stats.count("checkpoints_published", primary)
-        self._stats.count("published_state_bytes", primary, n=self._state_bytes)
+        self._stats.count("published_state_bytes", primary, n=state_bytes)
         for kind in kinds:
             self._stats.count("publications", kind)
             self._stats.count("duplicate_ends", kind, n=kind != primary)

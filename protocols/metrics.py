@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from backhaul.protocols.checkpoint import UNKNOWN_KIND, CheckpointKind, PassedOver, Reason, Tag
-from backhaul.protocols.policy import Policy
+from backhaul.protocols.policy import HINT_FIELDS, Policy, Why
 
 ENGINE_PREFIX = "backhaul:"
 STORE_PREFIX = "backhaul:store_"
@@ -68,6 +68,8 @@ KIND = Label("kind", KINDS)
 PRIMARY_KIND = Label("kind", (*KINDS, UNKNOWN_KIND))
 """The end that a checkpoint is named by where it stands for several."""
 SELECTED_KIND = Label("selected", (*KINDS, NONE))
+CHOSEN_KIND = Label("kind", (*KINDS, NONE))
+WHY = Label("why", _values(*Why))
 REASON = Label("reason", _values(*Reason))
 CANDIDATE_REASON = Label(
     "reason",
@@ -93,7 +95,7 @@ LOOKUP_RESULT = Label(
 )
 SOURCE = Label("source", ("local", "loaded", "other", "recomputed"))
 EXTENT = Label("extent", ("attention", "recurrent", "joint", "exact_hash"))
-FIELD = Label("field", ("backhaul", "u_end", "publish", "load"))
+FIELD = Label("field", ("backhaul", *HINT_FIELDS))
 DOMAIN = Label("domain", ())
 
 _TOKEN_BUCKETS = (0.0, *(float(1 << n) for n in range(7, 21)))
@@ -196,6 +198,11 @@ ENGINE: dict[str, Metric] = {
     ),
     "forced_chunk_ends": _counter(
         "Prefill chunks ended early for a checkpoint; each costs at most one more step.", KIND
+    ),
+    "chosen_ends": _counter(
+        "Ends that the policies of requests whose prefill began chose to publish, by what decided.",
+        CHOSEN_KIND,
+        WHY,
     ),
     "hints_rejected": _counter("Per-request hints ignored because malformed.", FIELD),
     "request_log_records": _counter("Records written to the request log."),

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from backhaul.protocols.checkpoint import CheckpointKind, PassedOver, Reason, check_tags
+from backhaul.protocols.policy import Why
 
 RECORD_VERSION = 1
 """Version of the record's meaning. 1: first version."""
@@ -19,9 +20,9 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """A checkpoint at one of the request's boundaries, with its tags.
 
     ``reason`` says why it is not consumable, ``passed_over`` why it is consumable and not selected;
-    exactly one of them is set unless it is selected. With ``DOMAIN_MISMATCH``, ``domain`` is where
-    it lies and ``field`` the first field of that domain that differs. Raises ``ValueError``
-    otherwise.
+    exactly one of them is set unless it is selected. ``domain`` is where it lies, if not in the
+    engine's own; with ``DOMAIN_MISMATCH``, ``field`` is the first field of that domain that
+    differs. Raises ``ValueError`` otherwise.
     """
 
     boundary: int
@@ -94,11 +95,17 @@ class InputEnd(msgspec.Struct, frozen=True, kw_only=True):
     boundary: int = 0
 
 
+class Chosen(msgspec.Struct, frozen=True, kw_only=True):
+    """The ends that the request's policy chose to publish, and why."""
+
+    ends: tuple[CheckpointKind, ...] = ()
+    why: Why = Why.FIXED
+
+
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     """``kv_transfer_params["backhaul"]`` of a response.
 
-    No field is named like a hint (``u_end``, ``publish``, ``load``): proxies hand one leg's answer
-    to the next one.
+    No field is named like a hint: proxies hand one leg's answer to the next one.
 
     Attributes:
         prompt_tokens: sum of the next four.
@@ -110,6 +117,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
         reason: why nothing was loaded, where there is one.
         candidates: deepest first.
         forced_chunk_ends: positions at which a prefill chunk was ended for a checkpoint.
+        chosen: what its policy chose.
         publishing_decode_end: whether this request's D_end is on its way to the store.
     """
 
@@ -125,6 +133,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     candidates: tuple[Candidate, ...] = ()
     forced_chunk_ends: tuple[int, ...] = ()
     input_end: InputEnd = InputEnd(outcome=InputEndOutcome.ABSENT)
+    chosen: Chosen = Chosen()
     publishing_decode_end: bool = False
 
 

@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any, Self
 
@@ -101,42 +102,6 @@ def tampered(client: EngineClient, mode: str) -> Iterator[None]:
         yield
     finally:
         call_probe(client, "probe_tamper", "off")
-
-
-def published_checksums(store_uri: str, prompt: Sequence[int], end: int) -> set[str]:
-    """Checksums of all objects of the checkpoint at ``end``, as their writer gave them."""
-    import grpc
-    from vllm.utils.hashing import get_hash_fn_by_name
-    from vllm.v1.core.kv_cache_utils import hash_block_tokens, init_none_hash
-
-    from backhaul.protocols import store_pb2 as pb
-    from backhaul.protocols import store_pb2_grpc as rpc
-
-    store = open_store(store_uri, client_name="test")
-    domain = next(c.domain for c in store.list_checkpoints(timeout_s=5) if c.boundary == end)
-    with StoreInspector(store_uri, timeout_s=5) as inspector:
-        layout = next(d.record.layout for d in inspector.domains() if d.id == domain)
-    function = get_hash_fn_by_name("sha256")
-    init_none_hash(function)
-    hashes: list[bytes] = []
-    parent = None
-    for start in range(0, end, layout.hash_tokens):
-        parent = hash_block_tokens(
-            function, parent, prompt[start : start + layout.hash_tokens], None
-        )
-        hashes.append(bytes(parent))
-    step = layout.boundary_tokens // layout.hash_tokens
-    result = store.lookup(domain, hashes[step - 1 :: step], lease_s=10, timeout_s=5)
-    assert result.lease is not None and result.matches[0].boundary == end
-    keys = [
-        pb.Key(rank=0, group=group, block_hash=name)
-        for group, name in checkpoint_objects(layout, end, hashes)
-    ]
-    with grpc.insecure_channel(store_uri.removeprefix("backhaul://")) as channel:
-        reply = rpc.CatalogStub(channel).Locate(pb.LocateRequest(lease_id=result.lease, keys=keys))
-    store.release([result.lease], timeout_s=5)
-    store.close()
-    return {f"{location.checksum:016x}" for location in reply.locations}
 
 
 class Session:
@@ -350,7 +315,7 @@ class Solo:
         from can only have come out of the store."""
         self.settle()
         self.client.reset_prefix_cache()
-        call_probe(self.client, "probe_wipe")
+        call_probe(self.client, "probe_zero")
 
     def settle(self) -> None:
         """Wait until nothing is under way: every gauge is back at zero."""
@@ -377,3 +342,41 @@ def wait_until(condition: Any, what: str, seconds: float = 20.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"did not happen within {seconds:.0f} s: {what}"
         time.sleep(0.1)
+
+
+def published_checksums(
+    uri: str, prompt: Sequence[int], end: int, *, ranks: int = 1
+) -> list[set[str]]:
+    """Checksums (hex) of all objects of the checkpoint at ``end``, as their writers gave them: one
+    set a rank."""
+    import grpc
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core.kv_cache_utils import hash_block_tokens, init_none_hash
+
+    from backhaul.protocols import store_pb2 as pb
+    from backhaul.protocols import store_pb2_grpc as rpc
+
+    function = get_hash_fn_by_name("sha256")
+    init_none_hash(function)
+    hashes: list[bytes] = []
+    parent = None
+    for start in range(0, end, B):
+        parent = hash_block_tokens(function, parent, prompt[start : start + B], None)
+        hashes.append(bytes(parent))
+    store = open_store(uri, client_name="test")
+    with StoreInspector(uri, timeout_s=5) as inspector:
+        domain = next(d for d in inspector.domains() if d.record.layout.ranks == ranks)
+    result = store.lookup(domain.id, hashes, lease_s=10, timeout_s=5)
+    assert result.lease is not None and result.matches[0].boundary == end
+    found: list[set[str]] = [set() for _ in range(ranks)]
+    with grpc.insecure_channel(uri.removeprefix("backhaul://")) as channel:
+        stub = rpc.CatalogStub(channel)
+        for rank, (group, name) in product(
+            range(ranks), checkpoint_objects(domain.record.layout, end, hashes)
+        ):
+            keys = [pb.Key(rank=rank, group=group, block_hash=name)]
+            reply = stub.Locate(pb.LocateRequest(lease_id=result.lease, keys=keys))
+            found[rank].add(f"{reply.locations[0].checksum:016x}")
+    store.release([result.lease], timeout_s=5)
+    store.close()
+    return found

@@ -42,7 +42,7 @@ def test_loaded_pages_hold_the_published_bytes(pair: Session, rng: random.Random
     leg = pair.prefill(second)
     assert leg.backhaul is not None and leg.backhaul["loaded_tokens"] == boundary(400, 80)
     pages = set(pair.rpc(pair.pair.prefill, "probe_digests"))
-    written = published_checksums(pair.pair.store.uri, second, boundary(400, 80))
+    (written,) = published_checksums(pair.pair.store.uri, second, boundary(400, 80))
     # Every attention block below the boundary, and one state of each recurrent group.
     assert len(written) == boundary(400, 80) // B + RECURRENT_GROUPS
     assert written <= pages

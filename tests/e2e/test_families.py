@@ -30,7 +30,7 @@ from tiny_models import FAMILIES
 from backhaul.deploy.pair import scrape
 from backhaul.deploy.processes import Cluster
 
-SIDE_BY_SIDE = (("mamba-2", "short-convolution"), ("sliding-window", "full-attention"))
+SIDE_BY_SIDE = (("sliding-window", "full-attention"),)
 """Engines that run at once, one a core."""
 
 TOLERANCE = 1e-3
@@ -166,7 +166,7 @@ def test_loaded_pages_hold_the_published_bytes(solo: Solo, rng: random.Random) -
     before = set(call_probe(solo.client, "probe_digests"))
     solo.run(second)
     pages = set(call_probe(solo.client, "probe_digests"))
-    written = published_checksums(solo.store.uri, second, boundary(150, 40))
+    (written,) = published_checksums(solo.store.uri, second, boundary(150, 40))
     assert written and written <= pages and not written & before
 
 
@@ -233,22 +233,3 @@ def test_d_end_after_drafts_is_the_deepest_exact_boundary(solo: Solo, rng: rando
     assert accepted > 0 and rejected > 0, "no draft was accepted, or none rejected"
     # Each turn and each continuation ended on a D_end; the cold runs published nothing.
     assert solo.client.metrics()[published] - count == 2 * len(lengths)
-
-
-@drafting
-def test_drafts_accepted_beyond_the_end_of_a_reply_are_not_published(
-    solo: Solo, rng: random.Random
-) -> None:
-    """A reply that ends by itself in the middle of a step: D_end counts its tokens only."""
-    ending = {"allowed_token_ids": [97, 98, 99], "stop_token_ids": [99], "min_tokens": 30}
-    for _ in range(4):
-        prompt = tokens(rng, 90)
-        first = solo.run(prompt, 400, **ending)
-        solo.settle()
-        assert first.finish_reason == "stop"
-        second = [*prompt, *first.tokens, *tokens(rng, 24)]
-        solo.forget()
-        leg = solo.run(second)
-        assert leg.backhaul is not None
-        assert leg.backhaul["loaded_tokens"] == boundary(90, len(first.tokens))
-        assert agree(leg, solo.cold(second), TOLERANCE)

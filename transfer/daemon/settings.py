@@ -19,7 +19,10 @@ _UNITS = {"": 1, "B": 1} | {
     for power, letter in enumerate("KMGT", start=1)
     for unit in (letter, f"{letter}IB")
 }
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
+_SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,18})?)\s*([A-Za-z]*)", re.ASCII)
+SIZE_MAX_BYTES = 1 << 60
+"""More is a slip of the keyboard."""
+PORT_MAX = 65_535
 
 
 class Address(NamedTuple):
@@ -79,7 +82,10 @@ def parse_bytes(text: str) -> int:
     factor = _UNITS.get(match[2].upper()) if match else None
     if match is None or factor is None:
         raise ConfigError(f"size {text!r} is unreadable: write e.g. 512MiB, 8GiB or plain bytes")
-    return int(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
+    nbytes = int(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
+    if nbytes > SIZE_MAX_BYTES:
+        raise ConfigError(f"size {text!r} is unreadable: it is more than any machine has")
+    return nbytes
 
 
 def format_bytes(nbytes: int) -> str:
@@ -94,6 +100,9 @@ def parse_address(text: str) -> Address:
     """An address of the form `host:port`, IPv6 hosts in brackets."""
     host, colon, port = text.strip().rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
-    if not colon or not host or not port.isdigit() or int(port) > 65_535:
+    number = colon and port.isascii() and port.isdigit()
+    if number and (len(port) > 5 or int(port) > PORT_MAX):
+        raise ConfigError(f"address {text!r}: port {port[:20]} is above {PORT_MAX}")
+    if not number or not host:
         raise ConfigError(f"address {text!r} is unreadable: write host:port, e.g. 127.0.0.1:7400")
     return Address(host, int(port))
