@@ -129,12 +129,17 @@ class Publisher:
         start, end = request.num_computed_tokens, request.num_computed_tokens + tokens
         if tracked.pins:
             self.confirm(tracked, start - request.num_in_flight_tokens, table)
-        passes = tokens > self._grid  # more boundaries in one step than states it leaves behind
+        # Attention leaves every position behind, recurrent layers only some of them.
+        recurrent = self._layout.has_recurrent
+        passes = recurrent and tokens > self._grid
         for pin in tracked.pins.values() if passes else ():
             pin.passable |= not pin.confirmed and start < pin.boundary < end
         # The position that this step starts from is one too: decode begins with a state that was
         # handed over, and a local hit may lie on an end that the store lacks.
-        for boundary in sorted({start, end // self._grid * self._grid}):
+        reached = {start, end // self._grid * self._grid}
+        if not recurrent:
+            reached |= tracked.ends.within(start, end)
+        for boundary in sorted(reached):
             if boundary % self._grid or boundary < max(start, 1):
                 continue
             inside = start < boundary < end
