@@ -8,7 +8,14 @@ from typing import Any
 from backhaul.connector.endpoints import PromptEnds, RequestHints
 from backhaul.connector.jobs import Job
 from backhaul.connector.outcome import Answered, Outcome, shown
-from backhaul.protocols.checkpoint import CheckpointKind, LeaseId, PublicationId, Reason
+from backhaul.protocols.checkpoint import (
+    CheckpointKind,
+    LeaseId,
+    ProducerAge,
+    PublicationId,
+    Reason,
+    Reuse,
+)
 from backhaul.protocols.record import InputEnd, InputEndOutcome, RequestRecord
 
 
@@ -46,6 +53,7 @@ class Load:
     kinds: tuple[CheckpointKind, ...]
     age_s: float = 0.0
     producer: str = ""
+    producer_age: ProducerAge = ProducerAge.PREVIOUS
     lease: LeaseId = field(default=LeaseId(""))
     block_ids: tuple[int, ...] = ()
     job: Job = field(default_factory=lambda: Job(0, 1, ""))
@@ -56,7 +64,9 @@ class Load:
 class TrackedRequest:
     """Connector state of one request; ``request`` is vLLM's own object.
 
-    ``answered`` is the store's last answer; ``outcome`` is set once, when the prefill begins;
+    ``answered`` is the store's last answer; ``reuse`` comes from the first one, since asking counts
+    as a use; ``junction`` is vLLM's own, in whole boundaries; ``denied``: boundary -> why its load
+    failed; ``outcome`` is set once, when the prefill begins;
     ``forced`` are the chunk ends that were forced so far; ``takes_input_end`` says whether policy,
     role and hints allow a U_end to be published.
     """
@@ -71,7 +81,7 @@ class TrackedRequest:
     pathless: bool = False  # a decode position was not pinned, for want of a publication path
     sent: set[int] = field(default_factory=set)  # boundaries whose prompt ends were published
     preemptions: int = 0
-    denied: set[int] = field(default_factory=set)
+    denied: dict[int, Reason] = field(default_factory=dict)
     loads_over: bool = False
     offered: Load | None = None
     loading: Load | None = None
@@ -82,6 +92,8 @@ class TrackedRequest:
     streamed: int = 0
     stream_job: int = 0
     answered: Answered | None = None
+    reuse: Reuse | None = None
+    junction: int = 0
     outcome: Outcome | None = None
     forced: list[int] = field(default_factory=list)
     takes_input_end: bool = False
@@ -109,6 +121,8 @@ class TrackedRequest:
             selected=outcome.selected,
             reason=None if outcome.selected else self.miss,
             matched=outcome.matched,
+            reuse=outcome.reuse,
+            junction=outcome.missed_junction,
             candidates=shown(outcome.candidates),
             forced_chunk_ends=tuple(self.forced),
             input_end=self._input_end(outcome.resumed_tokens),
