@@ -13,69 +13,28 @@ recomputed would apply it twice), hence floor(N - 1) for P_end.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from typing import Any
+from collections.abc import Collection, Iterable, Sequence
 
 import msgspec
 
+from backhaul.connector.hints import RequestHints
 from backhaul.protocols.checkpoint import CheckpointKind
-from backhaul.protocols.options import FinishReason, Options, Policy
-
-
-class RequestHints(msgspec.Struct, frozen=True, kw_only=True):
-    """``kv_transfer_params["backhaul"]`` of one request, checked.
-
-    Attributes:
-        u_end: the U_end token position, or None where the renderer gave none.
-        user_turn: whether the last message before it is a user's.
-        publish: whether this request's checkpoints may be published.
-        load: whether this request may load from the store.
-        rejected: names of fields whose value was ignored, to be counted.
-    """
-
-    u_end: int | None = None
-    user_turn: bool = False
-    publish: bool = True
-    load: bool = True
-    rejected: tuple[str, ...] = ()
-
-
-def parse_hints(params: object, prompt_tokens: int) -> RequestHints:
-    """Read a request's hints. Never raises: what is malformed is named in ``rejected``.
-
-    ``u_end`` must be an int (no bool) in 1 ... ``prompt_tokens``, the others bools.
-    Unknown fields are left alone, since a proxy may hand one leg's answer to the other.
-    """
-    if params is None:
-        return RequestHints()
-    if not isinstance(params, dict):
-        return RequestHints(rejected=("backhaul",))
-    rejected: list[str] = []
-    u_end: Any = params.get("u_end")
-    if u_end is not None and (type(u_end) is not int or not 1 <= u_end <= prompt_tokens):
-        rejected.append("u_end")
-        u_end = None
-    switches = {name: params.get(name) for name in ("publish", "load", "user_turn")}
-    rejected += [n for n, value in switches.items() if not isinstance(value, bool | None)]
-    return RequestHints(
-        u_end=u_end,
-        publish=switches["publish"] is not False,
-        load=switches["load"] is not False,
-        user_turn=switches["user_turn"] is True,
-        rejected=tuple(rejected),
-    )
+from backhaul.protocols.options import FinishReason, Options
+from backhaul.protocols.policy import Choice, Matched, Policy, Why, choose
 
 
 class PromptEnds(msgspec.Struct, frozen=True, kw_only=True):
     """Boundaries inside a prompt at which this engine takes a checkpoint (0: none).
 
-    ``junction`` is vLLM's own position of ``shared_prefix`` where that lies inside a block.
+    ``junction`` is vLLM's own position of ``shared_prefix`` where that lies inside a block;
+    ``extra`` are those that belong to no other end.
     """
 
     input_end: int = 0
     prompt_end: int = 0
     shared_prefix: int = 0
     junction: int = 0
+    extra: tuple[int, ...] = ()
 
     def kinds_at(self, boundary: int) -> tuple[CheckpointKind, ...]:
         """Logical ends that materialise at ``boundary``."""
@@ -83,6 +42,7 @@ class PromptEnds(msgspec.Struct, frozen=True, kw_only=True):
             (self.input_end, CheckpointKind.INPUT_END),
             (self.prompt_end, CheckpointKind.PROMPT_END),
             (self.shared_prefix, CheckpointKind.SHARED_PREFIX),
+            *((extra, CheckpointKind.BOUNDARY) for extra in self.extra),
         )
         return tuple(kind for end, kind in ends if end and end == boundary)
 
@@ -91,7 +51,8 @@ class PromptEnds(msgspec.Struct, frozen=True, kw_only=True):
         there by itself. A junction inside a block is handed on as it is: vLLM ends the chunk at
         the block's start, or right there where it can keep such a state."""
         junction = self.junction or self.shared_prefix
-        return sorted({end for end in (self.input_end, junction) if end > position})
+        ends = (self.input_end, junction, *self.extra)
+        return sorted({end for end in ends if end > position})
 
     def kept_with(self, boundary: int) -> int:
         """What to name to vLLM so that it keeps the state at ``boundary``: that position, or the
@@ -102,6 +63,7 @@ class PromptEnds(msgspec.Struct, frozen=True, kw_only=True):
 def prompt_ends(
     *,
     options: Options,
+    choice: Choice,
     u_end: int | None,
     prompt_tokens: int,
     junction: int,
@@ -109,9 +71,10 @@ def prompt_ends(
     carries_prompt: bool,
     drops_block: bool = False,
 ) -> PromptEnds:
-    """Ends of one prompt under a policy.
+    """Ends of one prompt.
 
     Args:
+        choice: what the request's policy chose.
         u_end: the renderer's offset in tokens, or None.
         junction: vLLM's shared-prefix boundary in tokens; 0 where it saw none.
         grid: the boundary grid B in tokens.
@@ -119,22 +82,70 @@ def prompt_ends(
         drops_block: an EAGLE group gives up its last matched block, so vLLM ends the chunk one
             block below the last full one.
     """
-    policy = options.policy
-    wants_input = wants_input_end(policy) and u_end is not None
     wants_prompt = options.publish_prompt_end
     if wants_prompt is None:
-        wants_prompt = carries_prompt or policy is Policy.MAIN_SPARSE
+        wants_prompt = carries_prompt or choice.prompt_end
+    extra = {end // grid * grid for end in choice.extra if end <= prompt_tokens}
     return PromptEnds(
-        input_end=(u_end or 0) // grid * grid if wants_input else 0,
+        input_end=(u_end or 0) // grid * grid if choice.input_end else 0,
         prompt_end=_prompt_end(prompt_tokens, grid, drops_block) if wants_prompt else 0,
         shared_prefix=junction // grid * grid,
         junction=junction if junction % grid else 0,
+        extra=tuple(sorted(extra - {0})),
     )
 
 
-def wants_input_end(policy: Policy) -> bool:
-    """Whether a policy publishes U_end."""
-    return policy in (Policy.INPUT_END, Policy.BOTH)
+def choose_ends(policy: Policy, hints: RequestHints, history: Matched) -> Choice:
+    """The proactive ends of a request as it arrives. Of one that comes in two legs, the second
+    takes the first one's choice under ``auto``: it may know less, and two halves of one choice must
+    fit."""
+    if policy is Policy.AUTO and hints.ends is not None:
+        return Choice(
+            prompt_end=CheckpointKind.PROMPT_END in hints.ends,
+            input_end=CheckpointKind.INPUT_END in hints.ends,
+            decode_end=CheckpointKind.DECODE_END in hints.ends,
+            why=Why.HANDED_OVER,
+        )
+    return choose(policy, hints.known(history))
+
+
+def chosen_kinds(choice: Choice) -> tuple[CheckpointKind, ...]:
+    """The logical ends of a choice."""
+    wanted = (
+        (choice.prompt_end, CheckpointKind.PROMPT_END),
+        (choice.input_end, CheckpointKind.INPUT_END),
+        (choice.decode_end, CheckpointKind.DECODE_END),
+        (bool(choice.extra), CheckpointKind.BOUNDARY),
+    )
+    return tuple(kind for holds, kind in wanted if holds)
+
+
+class VerbatimEnd:
+    """Finds where the parser begins to rewrite a reply, as its tokens become known."""
+
+    def __init__(self, prompt_tokens: int, rewrites: Iterable[int]) -> None:
+        self._rewrites = frozenset(rewrites)
+        self._read = prompt_tokens
+        self._found = False
+
+    def end(self, token_ids: Sequence[int], committed: int) -> int:
+        """End in tokens of what is kept as it is, of the first ``committed`` tokens of prompt and
+        reply, which are final."""
+        while not self._found and self._read < committed:
+            if token_ids[self._read] in self._rewrites:
+                self._found = True
+            else:
+                self._read += 1
+        return min(self._read, committed)
+
+
+def verbatim_end(policy: Policy, hints: RequestHints, prompt_tokens: int) -> VerbatimEnd | None:
+    """What finds the end of the verbatim part; None where the policy does not ask for it, the
+    parser is not known, or the reply begins with reasoning that will be gone."""
+    dropped = hints.reasoning is not False and hints.reasoning_kept is False
+    if policy is not Policy.BOUNDARIES or hints.rewrites is None or dropped:
+        return None
+    return VerbatimEnd(prompt_tokens, hints.rewrites)
 
 
 def _prompt_end(tokens: int, grid: int, drops_block: bool) -> int:
@@ -144,9 +155,9 @@ def _prompt_end(tokens: int, grid: int, drops_block: bool) -> int:
     return max(tokens - 1, 0) // grid * grid
 
 
-def wants_decode_end(policy: Policy) -> bool:
-    """Whether a policy publishes D_end."""
-    return policy in (Policy.DECODE_END, Policy.BOTH)
+def may_publish_decode(policy: Policy) -> bool:
+    """Whether a policy may publish a position in the reply."""
+    return policy not in (Policy.MAIN_SPARSE, Policy.INPUT_END)
 
 
 def decode_end(*, committed: int, total_tokens: int, grid: int) -> int:

@@ -20,7 +20,7 @@ from backhaul.connector.fingerprints import (
 from backhaul.protocols.domain import DomainRecord
 from backhaul.protocols.errors import UnsupportedError
 from backhaul.protocols.layout import CacheLayout, GroupKind, GroupLayout
-from backhaul.protocols.work import PrefillWork, prefill_work
+from backhaul.protocols.work import ModelWork, model_work
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class EngineFacts:
     num_blocks: int
     object_bytes: dict[int, int]
     drops_block: bool = False
-    work: PrefillWork | None = None
+    work: ModelWork | None = None
 
 
 def engine_facts(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
@@ -68,8 +68,8 @@ def engine_facts(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
     )
 
 
-def _work(model: Any) -> PrefillWork | None:
-    work = prefill_work(model.hf_text_config.to_dict())
+def _work(model: Any) -> ModelWork | None:
+    work = model_work(model.hf_text_config.to_dict())
     if work is None:
         logger.info("backhaul: the model's shape is not understood, avoided FLOPs stay 0")
     return work
@@ -101,6 +101,12 @@ def cache_layout(vllm_config: Any, kv_cache_config: Any) -> CacheLayout:
         hash_tokens=_block_sizes(vllm_config, kv_cache_config)[1],
         ranks=parallel.world_size,
     )
+    align = vllm_config.cache_config.mamba_cache_mode == "align"
+    if align and not layout.has_recurrent and not vllm_config.use_v2_model_runner:
+        raise UnsupportedError(
+            "--mamba-cache-mode align, but no layer of this model is recurrent: vLLM's V1 model "
+            "runner would end at the first request; leave the option out"
+        )
     return layout
 
 

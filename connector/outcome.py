@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from backhaul.connector.stats import StatsRecorder
 from backhaul.protocols.checkpoint import (
     CheckpointKind,
     CheckpointMatch,
@@ -23,7 +22,10 @@ from backhaul.protocols.checkpoint import (
 )
 from backhaul.protocols.metrics import NONE
 from backhaul.protocols.record import CANDIDATES_MAX, Candidate, MatchedTokens, Selected
-from backhaul.protocols.work import PrefillWork
+from backhaul.protocols.work import ModelWork
+
+if TYPE_CHECKING:  # it imports vLLM, which the simulator runs without
+    from backhaul.connector.stats import StatsRecorder
 
 
 class Answered(NamedTuple):
@@ -71,7 +73,7 @@ class Outcome(NamedTuple):
     matched: MatchedTokens
     reuse: Reuse | None = None
     junction: int = 0
-    work: PrefillWork | None = None
+    work: ModelWork | None = None
 
     @property
     def missed_junction(self) -> int:

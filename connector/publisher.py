@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from backhaul.connector.catalog import Catalog
-from backhaul.connector.endpoints import decode_end, wants_decode_end
+from backhaul.connector.endpoints import decode_end
 from backhaul.connector.events import KvEvents
 from backhaul.connector.jobs import BlockHolds, Job, JobBook
 from backhaul.connector.messages import BlockRef, PublishJob
@@ -23,15 +23,18 @@ from backhaul.connector.presence import Presence
 from backhaul.connector.stats import StatsRecorder
 from backhaul.connector.tracking import Pin, TrackedRequest
 from backhaul.protocols.checkpoint import (
+    UNKNOWN_WORK,
     CheckpointKind,
     CheckpointManifest,
     DomainId,
+    PrefillWork,
     PublicationId,
     Reason,
     primary_kind,
 )
 from backhaul.protocols.layout import CacheLayout, GroupKind, block_hash_index, required_blocks
 from backhaul.protocols.options import NoPath, Options
+from backhaul.protocols.policy import Matched, choose
 from backhaul.transfer.base import Store
 
 logger = logging.getLogger(__name__)
@@ -78,6 +81,7 @@ class Publisher:
         stats: StatsRecorder,
         presence: Presence | None = None,
         events: KvEvents,
+        work: PrefillWork = UNKNOWN_WORK,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._options = options
@@ -96,6 +100,7 @@ class Publisher:
         self._stats = stats
         self._presence = presence
         self._events = events
+        self._work = work
         self._clock = clock
         self._outbox: list[PublishJob] = []
         self._sending: dict[int, _Sending] = {}
@@ -170,7 +175,10 @@ class Publisher:
             if pin.kinds:
                 tracked.sent.add(boundary)
                 self._publish(tracked, pin, pin.kinds, table, self._new_publication(tracked))
-            if not self._may_be_decode_end(tracked, boundary):
+            if not self._may_be_decode_end(tracked, boundary) or (
+                tracked.verbatim is not None
+                and boundary > tracked.verbatim.end(tracked.request.all_token_ids, committed)
+            ):
                 self._unpin(tracked, boundary)
                 continue
             if tracked.decode_pin:
@@ -186,15 +194,18 @@ class Publisher:
     def on_finished(
         self, tracked: TrackedRequest, table: BlockTable, *, committed: int, publish: bool
     ) -> bool:
-        """The request ended with ``committed`` computed tokens. Sends D_end if ``publish``.
-        Returns whether a D_end publication was dispatched."""
+        """The request ended with ``committed`` computed tokens. Sends D_end, or the end
+        of what the parser keeps of it, if ``publish``. Returns whether D_end was dispatched."""
         limit = min(committed, max(tracked.request.num_tokens - 1, 0))
         self.confirm(tracked, committed, table, limit=limit)
         sent = False
-        if publish and wants_decode_end(self._options.policy):
+        kind = CheckpointKind.DECODE_END if tracked.verbatim is None else CheckpointKind.BOUNDARY
+        if publish and tracked.takes_decode:
             end = decode_end(
                 committed=committed, total_tokens=tracked.request.num_tokens, grid=self._grid
             )
+            if tracked.verbatim is not None:
+                end = self._verbatim_boundary(tracked, limit)
             pin = tracked.pins.get(tracked.decode_pin)
             withheld = pin is None and tracked.pathless
             pathless = withheld or not self._has_path(tracked)
@@ -203,9 +214,7 @@ class Publisher:
                     self._stats.count("publication_failures", Reason.NO_PUBLICATION_PATH)
             elif pin is not None and pin.boundary <= end:
                 publication = tracked.publication or self._new_publication(tracked)
-                sent = self._publish(
-                    tracked, pin, (CheckpointKind.DECODE_END,), table, publication, last=True
-                )
+                sent = self._publish(tracked, pin, (kind,), table, publication, last=True)
                 if sent and pathless:
                     next(reversed(self._sending.values())).pathless = True
             elif end >= tracked.request.num_prompt_tokens:
@@ -213,7 +222,7 @@ class Publisher:
         if not sent:
             self.discard(tracked)
         self.unpin_all(tracked)
-        return sent
+        return sent and kind is CheckpointKind.DECODE_END
 
     def discard(self, tracked: TrackedRequest) -> None:
         """The request ended without a D_end: give back its pins and what was sent ahead."""
@@ -251,12 +260,20 @@ class Publisher:
     def _may_be_decode_end(self, tracked: TrackedRequest, boundary: int) -> bool:
         """A reply of one token ends at n = prompt length, and a handed-over state at one less."""
         reached = boundary >= tracked.request.num_prompt_tokens - 1
-        if not (reached and wants_decode_end(self._options.policy)):
+        if not (reached and tracked.takes_decode):
             return False
         if self._options.no_path is NoPath.DISABLE and not self._has_path(tracked):
             tracked.pathless = True
             return False
         return True
+
+    def _verbatim_boundary(self, tracked: TrackedRequest, final_tokens: int) -> int:
+        """Boundary of what the parser keeps of the finished request; 0 where the policy, which
+        bounds how many positions a request may have, leaves it out."""
+        assert tracked.verbatim is not None
+        kept = tracked.verbatim.end(tracked.request.all_token_ids, final_tokens)
+        choice = choose(tracked.policy, tracked.hints.known(Matched(), verbatim_end=kept))
+        return kept // self._grid * self._grid if kept in choice.extra else 0
 
     def _has_path(self, tracked: TrackedRequest) -> bool:
         """Whether anybody can load this request's D_end; asks again soon where nobody can."""
@@ -369,6 +386,7 @@ class Publisher:
             kinds=kinds,
             producer=self._engine_id,
             user_turn=CheckpointKind.INPUT_END in kinds and tracked.hints.user_turn,
+            work=self._work,
         )
         job = self._dispatch(tracked, publication, blocks, manifest, kinds, pin.boundary)
         if job is None:

@@ -12,14 +12,16 @@ from vllm.v1.request import RequestStatus
 from backhaul.connector.catalog import Catalog
 from backhaul.connector.consumer import Consumer
 from backhaul.connector.endpoints import (
-    parse_hints,
+    choose_ends,
+    chosen_kinds,
+    may_publish_decode,
     prompt_ends,
     publishes_decode_end,
-    wants_decode_end,
-    wants_input_end,
+    verbatim_end,
 )
 from backhaul.connector.engine import EngineFacts
 from backhaul.connector.events import KvEvents
+from backhaul.connector.hints import parse_hints
 from backhaul.connector.jobs import BlockHolds, JobBook
 from backhaul.connector.junction import bind_junction_bound
 from backhaul.connector.messages import StepMetadata, WorkerReport
@@ -35,7 +37,9 @@ from backhaul.connector.publisher import Publisher
 from backhaul.connector.request_log import RequestLog
 from backhaul.connector.stats import BackhaulStats, StatsRecorder, series
 from backhaul.connector.tracking import Load, TrackedRequest
-from backhaul.protocols.checkpoint import Reason, primary_kind
+from backhaul.protocols.checkpoint import UNKNOWN_WORK, Reason, primary_kind
+from backhaul.protocols.match_history import MatchHistory, observe
+from backhaul.protocols.metrics import NONE
 from backhaul.protocols.options import FinishReason, Options
 from backhaul.protocols.record import (
     Candidate,
@@ -86,6 +90,7 @@ class SchedulerHalf:
         self._stats = StatsRecorder()
         self._info = series("info", facts.domain.domain_id, options.policy)
         self._events = KvEvents(facts.layout, enabled=kv_events)
+        self._history = MatchHistory()
         self._log = RequestLog(options.request_log) if options.request_log else None
         self._book = JobBook(facts.layout.ranks)
         self._holds = BlockHolds(int(facts.num_blocks * options.max_pinned_fraction))
@@ -96,7 +101,7 @@ class SchedulerHalf:
             Member(facts.engine_id, loads=loads, publishes=publishes),
             address=options.store,
             no_path=options.no_path,
-            wants_path=publishes and wants_decode_end(options.policy),
+            wants_path=publishes and may_publish_decode(options.policy),
         )
         self._publisher = Publisher(
             options=options,
@@ -111,6 +116,7 @@ class SchedulerHalf:
             stats=self._stats,
             presence=self._presence,
             events=self._events,
+            work=facts.work.coarse() if facts.work else UNKNOWN_WORK,
         )
         self._consumer = (
             Consumer(
@@ -156,7 +162,17 @@ class SchedulerHalf:
         for name in hints.rejected:
             self._stats.count("hints_rejected", name)
         carried = params.get("do_remote_decode") or params.get("do_remote_prefill")
-        tracked = TrackedRequest(request, hints, carries_prompt=not carried)
+        policy = hints.policy or self._options.policy
+        tracked = TrackedRequest(
+            request,
+            hints,
+            carries_prompt=not carried,
+            policy=policy,
+            verbatim=verbatim_end(policy, hints, request.num_prompt_tokens),
+        )
+        if self._publishes_of(tracked):
+            history = self._history.of(hints.template, hints.client)
+            tracked.choice = choose_ends(policy, hints, history)
         self._requests[tracked.request_id] = tracked
         if self._consumer is not None:
             self._consumer.prefetch(tracked)
@@ -244,7 +260,11 @@ class SchedulerHalf:
         )
         record = tracked.record(publishing_decode_end=published)
         self._write_log(tracked, record)
-        return False, {"backhaul": to_params(record)}
+        told = to_params(record)
+        if tracked.hints.return_prompt_token_ids:
+            # Not in the record: the request log does not keep what people say.
+            told["prompt_token_ids"] = list(request.prompt_token_ids or ())
+        return False, {"backhaul": told}
 
     # -- the engine's other questions ---------------------------------------------------------
 
@@ -309,9 +329,10 @@ class SchedulerHalf:
         grid = self._facts.layout.boundary_tokens
         tracked.junction = (junction or 0) // grid * grid
         publishes = self._publishes_of(tracked)
-        tracked.takes_input_end = publishes and wants_input_end(self._options.policy)
+        tracked.takes_input_end = publishes and tracked.choice.input_end
         tracked.ends = prompt_ends(
             options=self._options,
+            choice=tracked.choice,
             u_end=tracked.hints.u_end if publishes else None,
             prompt_tokens=request.num_prompt_tokens,
             junction=junction,
@@ -393,6 +414,10 @@ class SchedulerHalf:
         )
         asked = tracked.answered is not None and answered.reason is None
         count_outcome(outcome, self._stats, asked=asked)
+        self._history.add(tracked.hints.template, tracked.hints.client, observe(candidates))
+        if self._publishes_of(tracked):
+            for kind in chosen_kinds(tracked.choice) or (NONE,):
+                self._stats.count("chosen_ends", kind, tracked.choice.why)
         for candidate in candidates:
             if candidate.reason is Reason.EVICTED:
                 self._events.removed(request, candidate.boundary)

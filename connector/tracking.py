@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from backhaul.connector.endpoints import PromptEnds, RequestHints
+from backhaul.connector.endpoints import PromptEnds, VerbatimEnd, chosen_kinds
+from backhaul.connector.hints import RequestHints
 from backhaul.connector.jobs import Job
 from backhaul.connector.outcome import Answered, Outcome, shown
 from backhaul.protocols.checkpoint import (
@@ -16,7 +17,8 @@ from backhaul.protocols.checkpoint import (
     Reason,
     Reuse,
 )
-from backhaul.protocols.record import InputEnd, InputEndOutcome, RequestRecord
+from backhaul.protocols.policy import Choice, Policy
+from backhaul.protocols.record import Chosen, InputEnd, InputEndOutcome, RequestRecord
 
 
 @dataclass
@@ -68,12 +70,16 @@ class TrackedRequest:
     as a use; ``junction`` is vLLM's own, in whole boundaries; ``denied``: boundary -> why its load
     failed; ``outcome`` is set once, when the prefill begins;
     ``forced`` are the chunk ends that were forced so far; ``takes_input_end`` says whether policy,
-    role and hints allow a U_end to be published.
+    role and hints allow a U_end to be published. ``choice`` is what its ``policy`` chose when it
+    arrived; ``verbatim`` finds the end of what the parser keeps, where the policy asks for it.
     """
 
     request: Any
     hints: RequestHints
     carries_prompt: bool
+    policy: Policy = Policy.BOTH
+    choice: Choice = field(default_factory=Choice)
+    verbatim: VerbatimEnd | None = None
     ends: PromptEnds = field(default_factory=PromptEnds)
     stops: list[int] = field(default_factory=list)
     pins: dict[int, Pin] = field(default_factory=dict)
@@ -99,6 +105,11 @@ class TrackedRequest:
     takes_input_end: bool = False
 
     @property
+    def takes_decode(self) -> bool:
+        """Whether a position in the reply may be published."""
+        return self.choice.decode_end or self.verbatim is not None
+
+    @property
     def request_id(self) -> str:
         """vLLM's id."""
         return str(self.request.request_id)
@@ -111,6 +122,7 @@ class TrackedRequest:
                 prompt_tokens=self.request.num_prompt_tokens,
                 reason=self.miss,
                 input_end=self._input_end(0),
+                chosen=self._chosen(),
             )
         return RequestRecord(
             prompt_tokens=outcome.prompt_tokens,
@@ -126,8 +138,12 @@ class TrackedRequest:
             candidates=shown(outcome.candidates),
             forced_chunk_ends=tuple(self.forced),
             input_end=self._input_end(outcome.resumed_tokens),
+            chosen=self._chosen(),
             publishing_decode_end=publishing_decode_end,
         )
+
+    def _chosen(self) -> Chosen:
+        return Chosen(ends=chosen_kinds(self.choice), why=self.choice.why)
 
     def _input_end(self, resumed: int) -> InputEnd:
         given, boundary = self.hints.u_end, self.ends.input_end

@@ -217,8 +217,9 @@ class WorkerHalf:
         started = time.monotonic()
         wants = [(key, self._groups[key.group].object_bytes) for key in todo]
         grants = self._store.reserve(job.domain, job.publication, wants, timeout_s=timeout_s)
-        if any(grant.status is GrantStatus.FULL for grant in grants):
-            return TransferResult(ok=False, reason=Reason.STORE_FULL), False
+        refused = {grant.status for grant in grants} & _REFUSALS.keys()
+        if refused:
+            return TransferResult(ok=False, reason=_REFUSALS[refused.pop()]), False
         items = [
             WriteItem(grant, self._groups[grant.key.group].segments(todo[grant.key].block_id))
             for grant in grants
@@ -235,6 +236,11 @@ class WorkerHalf:
 
 
 _NOTHING: tuple[Written, ...] = ()
+
+_REFUSALS = {
+    GrantStatus.FULL: Reason.STORE_FULL,
+    GrantStatus.OVER_BUDGET: Reason.OVER_BUDGET,
+}
 
 
 def _reason_of(error: StoreError) -> Reason:

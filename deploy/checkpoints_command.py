@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from backhaul.deploy.arguments import domain_prefix, each, seconds, store_uri
 from backhaul.deploy.terminal import format_age, parse_duration, print_json
 from backhaul.protocols.checkpoint import CheckpointKind
 from backhaul.protocols.errors import ConfigError, StoreRejected
@@ -40,10 +41,20 @@ class Show(enum.StrEnum):
 
 def checkpoints(
     store: Annotated[
-        str, typer.Option(metavar="URI", help="The store's address, backhaul://HOST:PORT.")
+        str,
+        typer.Option(
+            metavar="URI",
+            help="The store's address, backhaul://HOST:PORT.",
+            callback=each(store_uri),
+        ),
     ] = DEFAULT_STORE,
     domain: Annotated[
-        str, typer.Option(metavar="ID", help="Only this cache domain; the id's start is enough.")
+        str,
+        typer.Option(
+            metavar="ID",
+            help="Only this cache domain; the id's start is enough.",
+            callback=each(domain_prefix),
+        ),
     ] = "",
     kind: Annotated[
         list[CheckpointKind] | None,
@@ -64,7 +75,8 @@ def checkpoints(
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
     timeout: Annotated[
-        float, typer.Option(min=0.001, metavar="SECONDS", help="Longest wait for the store.")
+        float,
+        typer.Option(metavar="SECONDS", help="Longest wait for the store.", callback=each(seconds)),
     ] = 5.0,
 ) -> None:
     """List a store's checkpoints, newest first. Listing counts as no use of them."""

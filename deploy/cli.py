@@ -9,15 +9,20 @@ import typer
 
 import backhaul
 from backhaul.deploy import (
+    ab_command,
     checkpoints_command,
     demo_command,
     doctor_command,
     explain_command,
     lint_command,
     proxy_command,
+    report_command,
+    simulate_command,
     store_command,
+    trace_command,
     up_command,
 )
+from backhaul.deploy.arguments import UsageError
 from backhaul.protocols.errors import ConfigError, StoreError
 
 app = typer.Typer(
@@ -33,7 +38,11 @@ app.command("up")(up_command.up)
 app.command("checkpoints")(checkpoints_command.checkpoints)
 app.command("doctor")(doctor_command.doctor)
 app.command("explain")(explain_command.explain)
+app.command("report")(report_command.report)
+app.command("simulate")(simulate_command.simulate)
 app.command("lint-template")(lint_command.lint_template)
+app.command("trace")(trace_command.trace)
+app.command("ab")(ab_command.ab)
 
 
 def _show_version(wanted: bool) -> None:
@@ -56,13 +65,27 @@ def main() -> None:
     """Entry point: what the user got wrong is one line and exit code 2, a store that could not do
     what was asked one line and exit code 1."""
     try:
-        app()
+        code = app(standalone_mode=False)
+    except UsageError as error:
+        if not sys.argv[1:]:
+            error.show()  # the help
+        else:
+            _complain(f"{' '.join(error.format_message().split())}; see --help")
+        sys.exit(2)
     except ConfigError as error:
-        print(f"backhaul: error: {error}", file=sys.stderr)
+        _complain(str(error))
         sys.exit(2)
     except StoreError as error:
-        print(f"backhaul: error: {error}", file=sys.stderr)
+        _complain(str(error))
         sys.exit(1)
+    except typer.Abort:
+        sys.exit(130)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _complain(message: str) -> None:
+    line = " ".join(message.splitlines())  # a value from outside may hold line ends
+    print(f"backhaul: error: {line}", file=sys.stderr)
 
 
 if __name__ == "__main__":

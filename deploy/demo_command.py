@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from backhaul.deploy.arguments import each, file_to_write, folder_to_write
+
 
 def default_cache_dir() -> Path:
     """Where the locally built model lies: ``$XDG_CACHE_HOME/backhaul`` or ``~/.cache/backhaul``."""
@@ -17,10 +19,16 @@ def default_cache_dir() -> Path:
 
 def demo(
     output: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also write the figures as JSON.")
+        str | None,
+        typer.Option(
+            metavar="FILE", help="Also write the figures as JSON.", callback=each(file_to_write)
+        ),
     ] = None,
     cache_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where to build the tiny model.")
+        str | None,
+        typer.Option(
+            metavar="DIR", help="Where to build the tiny model.", callback=each(folder_to_write)
+        ),
     ] = None,
     keep_logs: Annotated[bool, typer.Option(help="Keep the engines' logs.")] = False,
 ) -> None:
@@ -33,8 +41,8 @@ def demo(
     try:
         run_demo(
             Console(),
-            cache_dir=cache_dir or default_cache_dir(),
-            output=output,
+            cache_dir=Path(cache_dir) if cache_dir else default_cache_dir(),
+            output=Path(output) if output else None,
             keep_logs=keep_logs,
         )
     except ServiceError as error:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from backhaul.deploy.arguments import each, http_url, seconds, store_uri
 from backhaul.deploy.checkpoints_command import DEFAULT_STORE
 from backhaul.deploy.terminal import print_json
 from backhaul.protocols.errors import ConfigError, StoreError
@@ -22,14 +23,28 @@ _STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 
 def doctor(
     store: Annotated[
-        str, typer.Option(metavar="URI", help="The store's address, backhaul://HOST:PORT.")
+        str,
+        typer.Option(
+            metavar="URI",
+            help="The store's address, backhaul://HOST:PORT.",
+            callback=each(store_uri),
+        ),
     ] = DEFAULT_STORE,
     store_http: Annotated[
-        str, typer.Option(metavar="URL", help="The store's --http address; default: port + 1.")
+        str,
+        typer.Option(
+            metavar="URL",
+            help="The store's --http address; default: port + 1.",
+            callback=each(http_url),
+        ),
     ] = "",
     engine: Annotated[
         list[str] | None,
-        typer.Option(metavar="URL", help="A vLLM server to examine; may be repeated."),
+        typer.Option(
+            metavar="URL",
+            help="A vLLM server to examine; may be repeated.",
+            callback=each(http_url),
+        ),
     ] = None,
     compare: Annotated[
         tuple[str, str] | None,
@@ -44,7 +59,10 @@ def doctor(
     ] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
     timeout: Annotated[
-        float, typer.Option(min=0.001, metavar="SECONDS", help="Longest wait for each answer.")
+        float,
+        typer.Option(
+            metavar="SECONDS", help="Longest wait for each answer.", callback=each(seconds)
+        ),
     ] = 5.0,
 ) -> None:
     """Examine a store and engines; exit code 1 where a problem was found."""
@@ -128,10 +146,18 @@ def _check_http(url: str, target: str, timeout_s: float) -> Finding:
     import httpx
 
     from backhaul.deploy.diagnosis import Finding, Level
+    from backhaul.transfer.daemon.settings import PORT_MAX
 
     guessed = not url
     if guessed:
         host, _, port = target.rpartition(":")
+        if int(port) == PORT_MAX:
+            return Finding(
+                "store HTTP",
+                Level.WARNING,
+                f"no port comes after the catalog's {port}",
+                "name its --http address: --store-http",
+            )
         url = f"http://{host}:{int(port) + 1}"
     try:
         reply = httpx.get(f"{url.rstrip('/')}/healthz", timeout=timeout_s, trust_env=False)

@@ -34,14 +34,12 @@ GPU_ENV = {"VLLM_SSM_CONV_STATE_LAYOUT": "DS", "VLLM_NO_USAGE_STATS": "1"}
 GPU_ARGS = (
     "--host=127.0.0.1",
     "--enable-prefix-caching",
-    "--mamba-cache-mode=align",
     "--enable-prompt-tokens-details",
 )
 DEFAULT_ARGS = (
     "--host=127.0.0.1",
     "--enforce-eager",
     "--enable-prefix-caching",
-    "--mamba-cache-mode=align",
     "--mamba-ssm-cache-dtype=float32",
     "--block-size=32",
     "--max-model-len=16384",

@@ -9,6 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from backhaul.deploy.arguments import (
+    domain_prefix,
+    each,
+    file_or_folder,
+    file_to_read,
+    one_line,
+    prompt_file,
+    seconds,
+    store_uri,
+)
 from backhaul.deploy.checkpoints_command import DEFAULT_STORE
 from backhaul.deploy.terminal import format_age, print_json
 from backhaul.protocols.errors import ConfigError
@@ -27,22 +37,45 @@ _TAGS = ("retained", "hash_matched", "consumable", "selected")
 
 def explain(
     prompt: Annotated[
-        str, typer.Argument(metavar="[FILE]", help="Text or JSON token ids; - for standard input.")
+        str,
+        typer.Argument(
+            metavar="[FILE]",
+            help="Text or JSON token ids; - for standard input.",
+            callback=each(prompt_file),
+        ),
     ] = "",
     against: Annotated[
-        str, typer.Option(metavar="FILE", help="Show where this second prompt departs.")
+        str,
+        typer.Option(
+            metavar="FILE",
+            help="Show where this second prompt departs.",
+            callback=each(prompt_file),
+        ),
     ] = "",
     store: Annotated[
-        str, typer.Option(metavar="URI", help="The store's address, backhaul://HOST:PORT.")
+        str,
+        typer.Option(
+            metavar="URI",
+            help="The store's address, backhaul://HOST:PORT.",
+            callback=each(store_uri),
+        ),
     ] = DEFAULT_STORE,
     lookup: Annotated[
         bool, typer.Option(help="Ask the store; --no-lookup only compares with --against.")
     ] = True,
     domain: Annotated[
-        str, typer.Option(metavar="ID", help="The engine's cache domain; the id's start is enough.")
+        str,
+        typer.Option(
+            metavar="ID",
+            help="The engine's cache domain; the id's start is enough.",
+            callback=each(domain_prefix),
+        ),
     ] = "",
     tokenizer: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="The model's folder, for text.")
+        str | None,
+        typer.Option(
+            metavar="DIR", help="The model's folder, for text.", callback=each(file_or_folder)
+        ),
     ] = None,
     special_tokens: Annotated[
         bool, typer.Option(help="Let the tokenizer add its own; chat templates bring theirs.")
@@ -51,21 +84,30 @@ def explain(
         str, typer.Option(metavar="TEXT", help="The request's cache_salt, where it had one.")
     ] = "",
     request: Annotated[
-        str, typer.Option(metavar="ID", help="Instead of a prompt: a request of the log.")
+        str,
+        typer.Option(
+            metavar="ID", help="Instead of a prompt: a request of the log.", callback=each(one_line)
+        ),
     ] = "",
     request_log: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The engine's request log (JSON lines).")
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="The engine's request log (JSON lines).",
+            callback=each(file_to_read),
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
     timeout: Annotated[
-        float, typer.Option(min=0.001, metavar="SECONDS", help="Longest wait for the store.")
+        float,
+        typer.Option(metavar="SECONDS", help="Longest wait for the store.", callback=each(seconds)),
     ] = 10.0,
 ) -> None:
     """Explain a prompt's reuse. Takes no lease and counts as no use of any checkpoint."""
     if bool(request) == bool(prompt) or bool(request) != bool(request_log):
         raise ConfigError("give a prompt's FILE, or --request ID together with --request-log FILE")
     if request_log:
-        record = find_request(request_log, request)
+        record = find_request(Path(request_log), request)
         print_json(record) if as_json else _print_record(record)
         return
     if not (lookup or against):
@@ -74,7 +116,7 @@ def explain(
     from backhaul.deploy.explanation import first_difference
     from backhaul.deploy.prompts import PromptReader
 
-    reader = PromptReader(tokenizer, special_tokens=special_tokens)
+    reader = PromptReader(Path(tokenizer) if tokenizer else None, special_tokens=special_tokens)
     tokens = reader.read(prompt)
     document: dict[str, Any] = {"prompt_tokens": len(tokens)}
     if lookup:

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from backhaul.deploy.arguments import each, file_or_folder
 from backhaul.render import lint
 
 _HEADINGS = (
@@ -30,10 +31,11 @@ _VERDICTS = {
 
 def lint_template(
     paths: Annotated[
-        list[Path],
+        list[str],
         typer.Argument(
             metavar="PATH...",
             help="Jinja file, tokenizer_config.json, or a tokenizer's directory.",
+            callback=each(file_or_folder),
         ),
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON array.")] = False,
@@ -43,7 +45,7 @@ def lint_template(
     Exit code 0: U_end will be found; 1: for some template it will not; 2: nothing to examine.
     """
     reports = [
-        lint.lint(name, source) for path in paths for name, source in lint.load(path).items()
+        lint.lint(name, source) for path in paths for name, source in lint.load(Path(path)).items()
     ]
     if as_json:
         sys.stdout.write(

@@ -9,8 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from backhaul.deploy.arguments import file_to_read, read_bounded
 from backhaul.protocols.errors import ConfigError
 
+PROMPT_BYTES_MAX = 64 << 20
+"""Several million tokens, as JSON."""
 HASH_TIMEOUT_S = 180.0
 """Importing vLLM takes ten seconds, and far more on a busy machine."""
 
@@ -32,10 +35,16 @@ class PromptReader:
 
     def read(self, source: str) -> list[int]:
         """Token ids of a file, or of standard input for `-`. Raises ``ConfigError``."""
+        if source == "-":
+            raw = sys.stdin.buffer.read(PROMPT_BYTES_MAX + 1)
+            if len(raw) > PROMPT_BYTES_MAX:
+                raise ConfigError(f"the prompt is larger than {PROMPT_BYTES_MAX} bytes")
+        else:
+            raw = read_bounded("prompt", source, PROMPT_BYTES_MAX)
         try:
-            text = sys.stdin.read() if source == "-" else Path(source).read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"prompt {source!r} cannot be read: {error}") from None
+            text = raw.decode()
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"prompt {source!r} is not UTF-8 text: {error}") from None
         tokens = parse_token_ids(text)
         if tokens is not None:
             return tokens
@@ -73,6 +82,7 @@ def parse_token_ids(text: str) -> list[int] | None:
 def load_tokenizer(path: Path) -> Any:
     """A tokenizer of the `tokenizers` library. Raises ``ConfigError``."""
     file = path / "tokenizer.json" if path.is_dir() else path
+    file_to_read("tokenizer", str(file))
     try:
         from tokenizers import Tokenizer
     except ImportError:

@@ -10,7 +10,7 @@ from typing import Any
 from backhaul.protocols.errors import ConfigError
 
 _UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_PART = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)?")
+_PART = re.compile(r"(\d{1,12}(?:\.\d{1,12})?)(ms|s|m|h|d)?", re.ASCII)
 
 
 def parse_duration(text: str, option: str) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import tempfile
 import time
@@ -11,8 +12,22 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from backhaul.deploy.arguments import (
+    core_list,
+    device_list,
+    each,
+    folder_to_write,
+    listen_address,
+    model_folder,
+    model_or_hub_name,
+    not_ours,
+    one_line,
+    pool_size,
+    seconds,
+)
 from backhaul.deploy.demo_command import default_cache_dir
-from backhaul.deploy.proxy_command import DEFAULT_LISTEN
+from backhaul.deploy.proxy_command import DEFAULT_LISTEN, check_further_arguments
+from backhaul.protocols.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,7 +40,12 @@ def up(
     decode: Annotated[int, typer.Option(metavar="N", help="Decode engines.")] = 1,
     model: Annotated[
         str | None,
-        typer.Option(metavar="PATH", help="Model to serve; default: a tiny one, built here."),
+        typer.Option(
+            metavar="PATH",
+            help="Folder of the model to serve (with --gpus also a hub's name); default: a tiny "
+            "one, built here.",
+            callback=each(model_or_hub_name),
+        ),
     ] = None,
     cores: Annotated[
         list[str] | None,
@@ -33,6 +53,7 @@ def up(
             metavar="CORES",
             help="CPU cores of one engine, e.g. 0-3 (0|1: one per rank). Repeat per engine, "
             "prefill first. Default: one core each.",
+            callback=each(core_list),
         ),
     ] = None,
     gpus: Annotated[
@@ -41,34 +62,55 @@ def up(
             metavar="IDS",
             help="CUDA_VISIBLE_DEVICES of one engine, e.g. 0,1. Repeat per engine, prefill first. "
             "Default: engines run on the CPU.",
+            callback=each(device_list),
         ),
     ] = None,
     listen: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="Where the proxy listens; port 0: any free.")
+        str,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Where the proxy listens; port 0: any free.",
+            callback=each(listen_address),
+        ),
     ] = DEFAULT_LISTEN,
     first_engine_port: Annotated[
         int | None,
         typer.Option(metavar="PORT", help="Engines take this and the next ports. Default: free."),
     ] = None,
     capacity: Annotated[
-        str, typer.Option(metavar="SIZE", help="Size of the store's pool.")
+        str,
+        typer.Option(metavar="SIZE", help="Size of the store's pool.", callback=each(pool_size)),
     ] = "512MiB",
     backhaul: Annotated[
         bool, typer.Option(help="Run the store and the connector; without, NIXL's hand-over only.")
     ] = True,
     engine_arg: Annotated[
         list[str] | None,
-        typer.Option(metavar="ARG", help="A further vLLM argument of every engine; repeat."),
+        typer.Option(
+            metavar="ARG",
+            help="A further vLLM argument of every engine; repeat.",
+            callback=each(one_line, not_ours),
+        ),
     ] = None,
     proxy_arg: Annotated[
         list[str] | None,
-        typer.Option(metavar="ARG", help="A further argument of `backhaul proxy`; repeat."),
+        typer.Option(
+            metavar="ARG",
+            help="A further argument of `backhaul proxy`; repeat.",
+            callback=each(one_line),
+        ),
     ] = None,
     log_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where logs go; default: a new directory.")
+        str | None,
+        typer.Option(
+            metavar="DIR",
+            help="Where logs go; default: a new directory.",
+            callback=each(folder_to_write),
+        ),
     ] = None,
     start_timeout: Annotated[
-        float, typer.Option(metavar="SECONDS", help="Longest start of a service.")
+        float,
+        typer.Option(metavar="SECONDS", help="Longest start of a service.", callback=each(seconds)),
     ] = 600.0,
 ) -> None:
     """Start store, engines and proxy on this machine; stop all of them on Ctrl-C or SIGTERM, or
@@ -77,15 +119,18 @@ def up(
 
     from backhaul.deploy.processes import ServiceError, free_port
     from backhaul.deploy.up import UpPlan
-    from backhaul.transfer.daemon.settings import parse_address, parse_bytes
+    from backhaul.transfer.daemon.ports import listen_on
+    from backhaul.transfer.daemon.settings import Address, parse_address
 
-    parse_bytes(capacity)
     address = parse_address(listen)
     if model is None and gpus:
-        raise typer.BadParameter("the tiny model runs on the CPU only: give --model with --gpus")
+        raise ConfigError("the tiny model runs on the CPU only: give --model with --gpus")
+    if model is not None and not gpus:
+        model_folder("--model", model)
+    check_further_arguments(proxy_arg or ())
     plan = UpPlan(
         model=Path(model) if model else Path(),
-        log_dir=log_dir or Path(tempfile.mkdtemp(prefix="backhaul-up-")),
+        log_dir=Path(log_dir) if log_dir else Path(tempfile.gettempdir()),
         prefill=prefill,
         decode=decode,
         cores=cores or (),
@@ -98,6 +143,10 @@ def up(
         engine_args=engine_arg or (),
         proxy_args=proxy_arg or (),
     )
+    # The proxy starts last; a taken port is better known now.
+    listen_on(Address(plan.host, plan.port), "--listen").close()
+    if log_dir is None:
+        plan = dataclasses.replace(plan, log_dir=Path(tempfile.mkdtemp(prefix="backhaul-up-")))
     try:
         run(Console(), plan, tiny=model is None, start_timeout_s=start_timeout)
     except ServiceError as error:
@@ -112,7 +161,6 @@ def run(console: Console, plan: UpPlan, *, tiny: bool, start_timeout_s: float) -
     """Start a plan and wait. Ends only by an exception: ``ServiceError``, ``KeyboardInterrupt``,
     ``SystemExit`` at SIGTERM; nothing that was started runs any more then."""
     import contextlib
-    import dataclasses
 
     from rich.live import Live
 

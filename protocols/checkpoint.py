@@ -20,6 +20,7 @@ class CheckpointKind(enum.StrEnum):
     INPUT_END = "input_end"
     DECODE_END = "decode_end"
     SHARED_PREFIX = "shared_prefix"
+    BOUNDARY = "boundary"
 
 
 class Reason(enum.StrEnum):
@@ -38,6 +39,7 @@ class Reason(enum.StrEnum):
     CORRUPT = "corrupt"
     TIMEOUT = "timeout"
     STORE_FULL = "store_full"
+    OVER_BUDGET = "over_budget"
     DENIED = "denied"
     PIN_LIMIT = "pin_limit"
     ABORTED = "aborted"
@@ -104,6 +106,27 @@ class ObjectKey(NamedTuple):
     block_hash: bytes
 
 
+class PrefillWork(NamedTuple):
+    """FLOPs of a prefill: ``per_token`` for every token (weights, recurrent states) and
+    ``per_pair`` for every pair of a token and one that it attends to. All 0: not known."""
+
+    per_token: float = 0.0
+    per_pair: float = 0.0
+
+    def saved_work(self, boundary_from: int, boundary_to: int) -> float:
+        """FLOPs of prefilling the tokens from one position to another, after those before them;
+        the number of tokens where the model's work is not known."""
+        tokens = boundary_to - boundary_from
+        if self.per_token <= 0 and self.per_pair <= 0:
+            return float(tokens)
+        # Token t (from 1) attends to t tokens.
+        pairs = (boundary_to * (boundary_to + 1) - boundary_from * (boundary_from + 1)) / 2
+        return self.per_token * tokens + self.per_pair * pairs
+
+
+UNKNOWN_WORK = PrefillWork()
+
+
 class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
     """What a rank commits once all its objects are written.
 
@@ -115,6 +138,7 @@ class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
         producer: who made it (engine id), for people.
         user_turn: it is the U_end of a user's message. Once a tool loop is over, the next user
             message rewrites the loop, and this is the deepest end that still matches.
+        work: what prefilling costs the model, for eviction by saved work.
     """
 
     boundary: int
@@ -122,6 +146,7 @@ class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
     kinds: tuple[CheckpointKind, ...]
     producer: str = ""
     user_turn: bool = False
+    work: PrefillWork = UNKNOWN_WORK
 
 
 class CheckpointMatch(msgspec.Struct, frozen=True, kw_only=True):
@@ -172,6 +197,7 @@ def check_tags(
 _PRECEDENCE = (
     CheckpointKind.DECODE_END,
     CheckpointKind.INPUT_END,
+    CheckpointKind.BOUNDARY,
     CheckpointKind.SHARED_PREFIX,
     CheckpointKind.PROMPT_END,
 )

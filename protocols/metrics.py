@@ -24,7 +24,7 @@ from backhaul.protocols.checkpoint import (
     Reuse,
     Tag,
 )
-from backhaul.protocols.policy import Policy
+from backhaul.protocols.policy import HINT_FIELDS, Policy, Why
 
 ENGINE_PREFIX = "backhaul:"
 STORE_PREFIX = "backhaul:store_"
@@ -76,6 +76,8 @@ KIND = Label("kind", KINDS)
 PRIMARY_KIND = Label("kind", (*KINDS, UNKNOWN_KIND))
 """The end that a checkpoint is named by where it stands for several."""
 SELECTED_KIND = Label("selected", (*KINDS, NONE))
+CHOSEN_KIND = Label("kind", (*KINDS, NONE))
+WHY = Label("why", _values(*Why))
 CANDIDATE_REASON = Label(
     "reason",
     _values(
@@ -138,7 +140,7 @@ PRODUCER_AGE = Label("producer_age", _values(*ProducerAge))
 REUSE = Label("reuse", _values(*Reuse))
 PART = Label("part", ("reused", "recomputed"))
 EXTENT = Label("extent", ("attention", "recurrent", "joint", "exact_hash"))
-FIELD = Label("field", ("backhaul", "u_end", "publish", "load"))
+FIELD = Label("field", ("backhaul", *HINT_FIELDS))
 DOMAIN = Label("domain", ())
 
 _TOKEN_BUCKETS = (0.0, *(float(1 << n) for n in range(7, 21)))
@@ -265,6 +267,11 @@ ENGINE: dict[str, Metric] = {
     "forced_chunk_ends": _counter(
         "Prefill chunks ended early for a checkpoint; each costs at most one more step.", KIND
     ),
+    "chosen_ends": _counter(
+        "Ends that the policies of requests whose prefill began chose to publish, by what decided.",
+        CHOSEN_KIND,
+        WHY,
+    ),
     "hints_rejected": _counter("Per-request hints ignored because malformed.", FIELD),
     "request_log_records": _counter("Records written to the request log."),
     "request_log_dropped": _counter("Records that the request log could not take."),
@@ -336,6 +343,7 @@ STORE: dict[str, Metric] = {
     "present_objects": _counter("Wanted objects that were there already."),
     "busy_objects": _counter("Wanted objects that another publication was writing."),
     "full_objects": _counter("Wanted objects for which no space could be freed."),
+    "over_budget_objects": _counter("Wanted objects that the admission budget kept out."),
     "commits": _counter("Commit calls."),
     "committed_objects": _counter("Objects committed."),
     "stale_commits": _counter("Objects refused because their reservation had ended."),

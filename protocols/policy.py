@@ -13,6 +13,13 @@ import msgspec
 EXTRA_MAX = 8
 """Boundaries beyond the usual ends per request: each may cost a prefill step and a state."""
 
+HINT_FIELDS = (
+    *("u_end", "user_turn", "publish", "load", "policy", "boundaries", "template", "client"),
+    *("tool_continuation", "tools", "reasoning", "reasoning_kept", "suffix_start", "rewrites"),
+    *("return_prompt_token_ids", "ends"),
+)
+"""What ``kv_transfer_params["backhaul"]`` of a request may say."""
+
 HISTORY_MIN = 3
 """Outcomes that say something: a single miss may be a client that edited one message."""
 
@@ -53,6 +60,8 @@ class Why(enum.StrEnum):
     """Tools are offered, so the reply may begin a loop that goes on from it."""
     UNKNOWN = "unknown"
     """Nothing says that the reply will come back as it was: U_end does not depend on it."""
+    HANDED_OVER = "handed_over"
+    """Another leg of the same request chose."""
     SUPPLIED = "supplied"
     """``boundaries``: positions were supplied or derived."""
     NOTHING_SUPPLIED = "nothing_supplied"

@@ -15,6 +15,7 @@ from backhaul.protocols.checkpoint import (
     Reuse,
     check_tags,
 )
+from backhaul.protocols.policy import Why
 
 RECORD_VERSION = 1
 """Version of the record's meaning. 1: first version."""
@@ -105,11 +106,17 @@ class InputEnd(msgspec.Struct, frozen=True, kw_only=True):
     boundary: int = 0
 
 
+class Chosen(msgspec.Struct, frozen=True, kw_only=True):
+    """The ends that the request's policy chose to publish, and why."""
+
+    ends: tuple[CheckpointKind, ...] = ()
+    why: Why = Why.FIXED
+
+
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     """``kv_transfer_params["backhaul"]`` of a response.
 
-    No field is named like a hint (``u_end``, ``publish``, ``load``): proxies hand one leg's answer
-    to the next one.
+    No field is named like a hint: proxies hand one leg's answer to the next one.
 
     Attributes:
         prompt_tokens: sum of the next four.
@@ -125,6 +132,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
             state; 0: none, or one was loaded.
         candidates: deepest first.
         forced_chunk_ends: positions at which a prefill chunk was ended for a checkpoint.
+        chosen: what its policy chose.
         publishing_decode_end: whether this request's D_end is on its way to the store.
     """
 
@@ -142,6 +150,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     candidates: tuple[Candidate, ...] = ()
     forced_chunk_ends: tuple[int, ...] = ()
     input_end: InputEnd = InputEnd(outcome=InputEndOutcome.ABSENT)
+    chosen: Chosen = Chosen()
     publishing_decode_end: bool = False
 
 

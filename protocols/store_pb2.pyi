@@ -228,11 +228,13 @@ class Grant(_message.Message):
         PRESENT: _ClassVar[Grant.Status]
         BUSY: _ClassVar[Grant.Status]
         FULL: _ClassVar[Grant.Status]
+        OVER_BUDGET: _ClassVar[Grant.Status]
     STATUS_UNSPECIFIED: Grant.Status
     GRANTED: Grant.Status
     PRESENT: Grant.Status
     BUSY: Grant.Status
     FULL: Grant.Status
+    OVER_BUDGET: Grant.Status
     STATUS_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
@@ -258,18 +260,22 @@ class Written(_message.Message):
     def __init__(self, key: _Optional[_Union[Key, _Mapping]] = ..., token: _Optional[int] = ..., checksum: _Optional[int] = ...) -> None: ...
 
 class Manifest(_message.Message):
-    __slots__ = ("boundary", "hashes", "kinds", "producer", "user_turn")
+    __slots__ = ("boundary", "hashes", "kinds", "producer", "user_turn", "flops_per_token", "flops_per_pair")
     BOUNDARY_FIELD_NUMBER: _ClassVar[int]
     HASHES_FIELD_NUMBER: _ClassVar[int]
     KINDS_FIELD_NUMBER: _ClassVar[int]
     PRODUCER_FIELD_NUMBER: _ClassVar[int]
     USER_TURN_FIELD_NUMBER: _ClassVar[int]
+    FLOPS_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    FLOPS_PER_PAIR_FIELD_NUMBER: _ClassVar[int]
     boundary: int
     hashes: _containers.RepeatedScalarFieldContainer[bytes]
     kinds: _containers.RepeatedScalarFieldContainer[str]
     producer: str
     user_turn: bool
-    def __init__(self, boundary: _Optional[int] = ..., hashes: _Optional[_Iterable[bytes]] = ..., kinds: _Optional[_Iterable[str]] = ..., producer: _Optional[str] = ..., user_turn: _Optional[bool] = ...) -> None: ...
+    flops_per_token: float
+    flops_per_pair: float
+    def __init__(self, boundary: _Optional[int] = ..., hashes: _Optional[_Iterable[bytes]] = ..., kinds: _Optional[_Iterable[str]] = ..., producer: _Optional[str] = ..., user_turn: _Optional[bool] = ..., flops_per_token: _Optional[float] = ..., flops_per_pair: _Optional[float] = ...) -> None: ...
 
 class CommitRequest(_message.Message):
     __slots__ = ("domain_id", "publication_id", "rank", "written", "manifest")

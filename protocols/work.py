@@ -25,12 +25,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from backhaul.protocols.checkpoint import PrefillWork
+
 FULL = 0
 """Window of a layer that sees every earlier token."""
 
 
 @dataclass(frozen=True)
-class PrefillWork:
+class ModelWork:
     """One model's work, all ranks together.
 
     Attributes:
@@ -51,6 +53,12 @@ class PrefillWork:
         )
         return (end - start) * self.per_token + keys
 
+    def coarse(self) -> PrefillWork:
+        """As a manifest carries it: a window is taken as full of keys from the first token on."""
+        windows = sum(window * cost for window, cost in self.per_key if window != FULL)
+        full = sum(cost for window, cost in self.per_key if window == FULL)
+        return PrefillWork(float(self.per_token + windows), float(full))
+
 
 def _keys(tokens: int, window: int) -> int:
     """Keys that the first ``tokens`` tokens see, added up."""
@@ -59,7 +67,7 @@ def _keys(tokens: int, window: int) -> int:
     return window * (window + 1) // 2 + (tokens - window) * window
 
 
-def prefill_work(config: Mapping[str, Any]) -> PrefillWork | None:
+def model_work(config: Mapping[str, Any]) -> ModelWork | None:
     """From a text model's Hugging Face configuration. None where the shape is not understood."""
     try:
         return _Shape(config).work()
@@ -76,7 +84,7 @@ class _Shape:
         self._layers = self._number("num_hidden_layers")
         self._heads = self._number("num_attention_heads")
 
-    def work(self) -> PrefillWork:
+    def work(self) -> ModelWork:
         per_token, per_key = 0, Counter[int]()
         for index, name in enumerate(self._layer_types()):
             per_token += self._mlp(index)
@@ -91,7 +99,7 @@ class _Shape:
                 per_key[window] += pair
             else:
                 raise ValueError(f"layer type {name!r}")
-        return PrefillWork(per_token, tuple(sorted(per_key.items())))
+        return ModelWork(per_token, tuple(sorted(per_key.items())))
 
     def _number(self, *names: str, default: int | None = None) -> int:
         """The first of the fields that is set."""

@@ -150,9 +150,12 @@ def _of_json(path: Path) -> dict[str, str]:
 
 def _read(path: Path) -> str:
     try:
-        if path.stat().st_size > TEMPLATE_BYTES_MAX:
+        with path.open("rb") as file:
+            # A device tells no size and may have no end: one byte too many says enough.
+            source = file.read(TEMPLATE_BYTES_MAX + 1)
+        if len(source) > TEMPLATE_BYTES_MAX:
             raise ConfigError(f"{path} is larger than {TEMPLATE_BYTES_MAX} bytes: no chat template")
-        return path.read_text(encoding="utf-8")
+        return source.decode()
     except UnicodeDecodeError:
         raise ConfigError(f"{path} is not UTF-8 text") from None
     except OSError as error:

@@ -78,6 +78,8 @@ class GrantStatus(enum.Enum):
     """Another publication is writing it: ask again later."""
     FULL = "full"
     """No space could be freed."""
+    OVER_BUDGET = "over_budget"
+    """The admission budget is used up for now."""
 
 
 class Grant(NamedTuple):

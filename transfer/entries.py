@@ -9,10 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from backhaul.protocols.checkpoint import (
+    UNKNOWN_WORK,
     CheckpointKind,
     DomainId,
     LeaseId,
     ObjectKey,
+    PrefillWork,
     PublicationId,
 )
 from backhaul.protocols.domain import DomainRecord
@@ -137,6 +139,7 @@ class Domain:
     Attributes:
         object_bytes: sum over ``objects``, reserved ones included.
         clients: name -> when it opened the domain last, the latest at the end.
+        work: prefill work of its model, as the latest manifest that knew it said.
     """
 
     id: DomainId
@@ -150,6 +153,7 @@ class Domain:
     publications: int = 0
     object_bytes: int = 0
     clients: dict[str, float] = field(default_factory=dict)
+    work: PrefillWork = UNKNOWN_WORK
 
     @property
     def empty(self) -> bool:
@@ -165,6 +169,7 @@ class Publication:
         reserved: its objects that are not committed yet.
         held: committed objects that it keeps from eviction; each counts it in ``Entry.holds``.
         pending: checkpoints that became neither visible nor void yet.
+        admitted: it was given new bytes once, and may finish.
     """
 
     id: PublicationId
@@ -174,6 +179,7 @@ class Publication:
     reserved: dict[ObjectKey, Entry] = field(default_factory=dict)
     held: dict[ObjectKey, Entry] = field(default_factory=dict)
     pending: dict[bytes, Checkpoint] = field(default_factory=dict)
+    admitted: bool = False
 
 
 @dataclass(slots=True, eq=False)

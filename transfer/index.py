@@ -37,6 +37,7 @@ from backhaul.protocols.checkpoint import (
 from backhaul.protocols.domain import DomainRecord
 from backhaul.protocols.errors import StoreFull, StoreRejected
 from backhaul.protocols.metrics import store_counters
+from backhaul.transfer.admission import AdmissionStrategy, AdmitAll
 from backhaul.transfer.base import (
     CheckpointInfo,
     CommitResult,
@@ -132,6 +133,7 @@ class BlockIndex:
         first_token: int = 1,
         quarantine_s: float = 0.0,
         strategy: EvictionStrategy | None = None,
+        admission: AdmissionStrategy | None = None,
     ) -> None:
         """
         Args:
@@ -141,12 +143,15 @@ class BlockIndex:
                 is not mistaken for one of this.
             first_token: where reservation tokens start; for the same reason.
             quarantine_s: how long the uncommitted space of an expired publication stays unused.
+            strategy: order of eviction; least recently used first by default.
+            admission: which publications are let in; all by default.
         """
         self.instance_id = instance_id
         self.publication_ttl_s = publication_ttl_s
         self.lease_max_s = lease_max_s
         self.quarantine_s = quarantine_s
         self.strategy: EvictionStrategy = strategy or LeastRecentlyUsed()
+        self.admission: AdmissionStrategy = admission or AdmitAll()
         self.objects = ObjectTable(capacity_bytes, first_token)
         self.domains: dict[DomainId, Domain] = {}
         self.leases = LeaseTable(instance_id)
@@ -154,7 +159,9 @@ class BlockIndex:
         self.counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         self.members = MemberTable()
         self.checkpoints = CheckpointTable(self.objects, self.counters)
-        self.publications = PublicationTable(self.objects, self.checkpoints, self.counters)
+        self.publications = PublicationTable(
+            self.objects, self.checkpoints, self.counters, self.admission
+        )
         self._deadlines: Deadlines[Publication | Lease | Announcement] = Deadlines()
         self._now = -math.inf
 
@@ -210,6 +217,11 @@ class BlockIndex:
             entry = domain.objects.get(key)
             grants.append(self.publications.grant_known(publication, entry) if entry else None)
         absent = [index for index, grant in enumerate(grants) if grant is None]
+        new_bytes = sum(dict(wants[index] for index in absent).values())
+        if absent and not self.publications.admits(publication, new_bytes):
+            for index in absent:
+                grants[index] = self.publications.grant_over_budget(*wants[index])
+            absent = []
         reclaimer: Reclaimer | None = None
         for position, index in enumerate(absent):
             key, nbytes = wants[index]
@@ -225,6 +237,8 @@ class BlockIndex:
         answered = [grant for grant in grants if grant is not None]
         if any(grant.status is GrantStatus.FULL for grant in answered):
             self.checkpoints.recent.note(now, "refused", Reason.STORE_FULL, domain_id)
+        if any(grant.status is GrantStatus.OVER_BUDGET for grant in answered):
+            self.checkpoints.recent.note(now, "refused", Reason.OVER_BUDGET, domain_id)
         return answered
 
     def commit(
@@ -245,6 +259,8 @@ class BlockIndex:
         check_commit(domain, rank, written)
         required = required_keys(domain, rank, manifest) if manifest else []
         publication = self._join(publication_id, domain, now)
+        if manifest is not None and any(manifest.work):
+            domain.work = manifest.work
         self.counters["commits"] += 1
         for item in written:
             self.publications.complete(publication, item)
@@ -371,6 +387,7 @@ class BlockIndex:
         if lease_s:
             self.leases.check_room()
         self.counters["lookups"] += 1
+        self.admission.credit(len(boundary_hashes) * domain.boundary_tokens)
         usable: list[Checkpoint] = []
         matches: list[CheckpointMatch] = []
         unusable = 0
@@ -529,7 +546,7 @@ class BlockIndex:
         return Reclaimer(
             self.objects,
             pinned_entries(held, [*leased, *self.checkpoints.pending]),
-            self.strategy.order([one for one in visible if not one.pinned], now),
+            self.strategy.order([one for one in visible if not one.leases], now),
             lambda checkpoint: self.checkpoints.evict(checkpoint, now),
             drop_loose,
             sizes,

@@ -90,6 +90,8 @@ def required_keys(domain: Domain, rank: int, manifest: CheckpointManifest) -> li
         check_hash(block_hash)
     if not manifest.kinds:
         raise StoreRejected(f"the checkpoint at {manifest.boundary} names no kind")
+    if not all(math.isfinite(flops) and flops >= 0 for flops in manifest.work):
+        raise StoreRejected(f"prefill work {tuple(manifest.work)}: it must be finite and 0 or more")
     if manifest.producer:
         check_name("producer", manifest.producer)
     known = domain.checkpoints.get(manifest.hashes[-1])

@@ -6,6 +6,7 @@ from collections import Counter
 
 from backhaul.protocols.checkpoint import ObjectKey, PublicationId
 from backhaul.protocols.errors import StoreFull, StoreRejected
+from backhaul.transfer.admission import AdmissionStrategy
 from backhaul.transfer.base import Grant, GrantStatus, Written
 from backhaul.transfer.checkpoints import CheckpointTable
 from backhaul.transfer.entries import (
@@ -23,12 +24,17 @@ class PublicationTable:
     """Not thread-safe."""
 
     def __init__(
-        self, objects: ObjectTable, checkpoints: CheckpointTable, counters: Counter[str]
+        self,
+        objects: ObjectTable,
+        checkpoints: CheckpointTable,
+        counters: Counter[str],
+        admission: AdmissionStrategy,
     ) -> None:
         self.open: dict[PublicationId, Publication] = {}
         self._objects = objects
         self._checkpoints = checkpoints
         self._counters = counters
+        self._admission = admission
 
     def check(self, name: PublicationId, domain: Domain) -> None:
         """Raise unless ``join`` would succeed."""
@@ -67,6 +73,17 @@ class PublicationTable:
         self._counters["busy_objects"] += 1
         return Grant(key, GrantStatus.BUSY, nbytes)
 
+    def admits(self, publication: Publication, nbytes: int) -> bool:
+        """Whether the budget lets the publication have so many new bytes."""
+        if not publication.admitted:
+            publication.admitted = self._admission.admits(nbytes)
+        return publication.admitted
+
+    def grant_over_budget(self, key: ObjectKey, nbytes: int) -> Grant:
+        """Answer for an absent object that is not admitted."""
+        self._counters["over_budget_objects"] += 1
+        return Grant(key, GrantStatus.OVER_BUDGET, nbytes)
+
     def grant_new(self, publication: Publication, key: ObjectKey, nbytes: int) -> Grant:
         """Reserve space for an absent object, if there is any."""
         entry = self._objects.place(publication.domain, key, nbytes, publication.id)
@@ -74,6 +91,7 @@ class PublicationTable:
             self._counters["full_objects"] += 1
             return Grant(key, GrantStatus.FULL, nbytes)
         publication.reserved[key] = entry
+        self._admission.charge(nbytes)
         self._counters["granted_objects"] += 1
         self._counters["granted_bytes"] += nbytes
         return Grant(key, GrantStatus.GRANTED, nbytes, entry.offset, entry.token)
@@ -110,6 +128,7 @@ class PublicationTable:
         del self.open[publication.id]
         publication.domain.publications -= 1
         for entry in publication.reserved.values():
+            self._admission.refund(entry.nbytes)
             if reuse_at is None:
                 self._objects.drop(entry)
             else:

@@ -42,6 +42,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         branches: continuations of each history.
         generation_prefix: tokens after ``u_end`` (assistant header, reasoning control token).
         arrival_s: mean time between the beginnings of conversations; 0: all at once.
+        reply_s: nominal time from a request to the end of its reply; the pauses come on top.
         think_s: mean time between a reply and the next user message.
         tool_s: mean time that a tool takes.
     """
@@ -57,6 +58,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     branches: int = 3
     generation_prefix: int = 5
     arrival_s: float = 0.0
+    reply_s: float = 5.0
     think_s: float = 5.0
     tool_s: float = 0.5
 
@@ -121,7 +123,7 @@ class _Conversation:
         turn = Turn(
             request=name,
             conversation=self.name,
-            arrival_s=self.start_s + (pause if previous else 0.0),
+            arrival_s=self.start_s + (sizes.reply_s + pause if previous else 0.0),
             after=previous,
             prompt=merged([*self.history, Span("generation-prefix", 0, sizes.generation_prefix)]),
             output=(Span(f"{name}/output", 0, reasoning + self._draw(sizes.reply)),),
@@ -229,8 +231,8 @@ WORKLOADS = (*_GENERATORS, "mixed")
 def workload(name: str, sizes: Sizes | None = None, *, seed: int = 0) -> list[Turn]:
     """The turns of a workload, in the order in which they may be sent at the earliest.
 
-    ``arrival_s`` counts from the workload's beginning as if replies took no time; who replays it
-    waits for ``after`` besides. Raises ``ConfigError`` for an unknown name.
+    ``arrival_s`` counts from the workload's beginning as if replies took ``reply_s``; who replays
+    it waits for ``after`` besides. Raises ``ConfigError`` for an unknown name.
     """
     if name not in WORKLOADS:
         raise ConfigError(f"unknown workload {name!r}; known: {', '.join(WORKLOADS)}")

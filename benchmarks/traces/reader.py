@@ -6,29 +6,44 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import msgspec
-
 from backhaul.benchmarks.reuse.trace import Turn
+from backhaul.benchmarks.traces.dialogue import TextRules
 from backhaul.benchmarks.traces.faults import Reason, Skips, TraceError
+from backhaul.benchmarks.traces.lmcache import read_lmcache
+from backhaul.benchmarks.traces.messages import read_messages
 from backhaul.benchmarks.traces.mooncake import read_mooncake
 from backhaul.benchmarks.traces.native import read_native
-from backhaul.benchmarks.traces.records import Record, elements, read_document, read_lines
+from backhaul.benchmarks.traces.records import (
+    document_elements,
+    elements,
+    is_document,
+    members,
+    read_lines,
+)
+from backhaul.benchmarks.traces.swe_agent import read_swe_agent
+from backhaul.benchmarks.traces.text import CharacterEstimate
 
-_READERS: dict[str, Callable[[Path, Skips], Iterator[Turn]]] = {
-    "backhaul": read_native,
-    "mooncake": read_mooncake,
+_READERS: dict[str, Callable[[Path, Skips, TextRules], Iterator[Turn]]] = {
+    "backhaul": lambda path, skips, rules: read_native(path, skips),
+    "mooncake": lambda path, skips, rules: read_mooncake(path, skips),
+    "lmcache": read_lmcache,
+    "messages": read_messages,
+    "swe-agent": read_swe_agent,
 }
 
 _MARKS = (
     ("mooncake", {"hash_ids", "input_length"}),
     ("backhaul", {"request", "prompt", "output"}),
+    ("lmcache", {"session_id", "input", "output"}),
+    ("swe-agent", {"history"}),
+    ("messages", {"messages"}),
+    ("messages", {"traj"}),
+    ("messages", {"role"}),
 )
-"""Format -> members that its first line or element has and no format after it."""
+"""Format -> members that its first line or element has and no format before it. ``role``: the
+element is a message of an array that is one dialogue."""
 
 FORMATS = ("auto", *_READERS)
-
-_HEAD_BYTES = 1 << 16
-_MEMBERS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 class Trace(Iterator[Turn]):
@@ -53,27 +68,31 @@ class Trace(Iterator[Turn]):
         return self._skips.counts
 
 
-def open_trace(path: Path, format: str = "auto", *, strict: bool = True) -> Trace:
+def open_trace(
+    path: Path, format: str = "auto", *, strict: bool = True, rules: TextRules | None = None
+) -> Trace:
     """Open a trace for one reading.
 
     ``format``: one of ``FORMATS``; "auto" tells it from the first line or element. ``strict``: the
-    first malformed line ends the reading; otherwise it is skipped and counted. Raises
+    first malformed line ends the reading; otherwise it is skipped and counted. ``rules``: how text
+    becomes prompts, for formats that hold text; default: four characters a token. Raises
     ``TraceError`` where the file cannot be read or its format is not known.
     """
     if format not in FORMATS:
         raise TraceError(f"format {format!r} is not known: give {', '.join(FORMATS)}")
     found = detect(path) if format == "auto" else format
     skips = Skips(path, strict=strict)
-    return Trace(found, _READERS[found](path, skips), skips)
+    rules = rules or TextRules(tokens=CharacterEstimate())
+    return Trace(found, _READERS[found](path, skips, rules), skips)
 
 
 def detect(path: Path) -> str:
     """The format of a file. Raises ``TraceError``."""
-    members = _first_members(path)
+    found = _first_members(path)
     for name, marks in _MARKS:
-        if marks <= members:
+        if marks <= found:
             return name
-    some = ", ".join(sorted(members)[:8]) or "none"
+    some = ", ".join(sorted(found)[:8]) or "none"
     raise TraceError(
         f"{path}: the format cannot be told from the first element (members: {some:.200}): "
         f"give --format with one of {', '.join(_READERS)}"
@@ -81,19 +100,14 @@ def detect(path: Path) -> str:
 
 
 def _first_members(path: Path) -> set[str]:
-    first = next(read_lines(path, Skips(path, strict=True)), None)
-    if first is None:
-        raise TraceError(f"{path}: the file is empty")
-    members = _members(first)
-    if members is None:
-        # No line of its own: the file may be one document over many lines.
-        record = next(elements(path, read_document(path)), None)
-        members = _members(record) if record else None
-    return members or set()
-
-
-def _members(record: Record) -> set[str] | None:
-    try:
-        return set(_MEMBERS.decode(record.data))
-    except (msgspec.DecodeError, RecursionError):
-        return None
+    if is_document(path):
+        first = next(document_elements(path), None)
+    else:
+        first = next(read_lines(path, Skips(path, strict=True)), None)
+    for _depth in range(2):  # an array of dialogues, each of which may be an array of messages
+        if first is None:
+            return set()
+        if found := members(first):
+            return found
+        first = next(iter(elements(first)), None)
+    return members(first) if first else set()

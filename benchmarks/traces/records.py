@@ -65,31 +65,70 @@ def read_document(path: Path) -> bytes:
     return data
 
 
-def elements(path: Path, data: bytes) -> Iterator[Record]:
-    """A document's elements: an array's, one by one, or the document itself.
-
-    Raises ``TraceError`` where it is no JSON; no element can be told from the next then.
-    """
+def is_document(path: Path) -> bool:
+    """Whether a file is one JSON document rather than JSON lines: its first line is no JSON by
+    itself, or too long for a line. Raises ``TraceError`` where it cannot be read or is empty."""
     try:
-        is_array = data.lstrip(_BLANK)[:1] == b"["
-        raws = _ARRAY.decode(data) if is_array else [_ANY.decode(data)]
+        record = next(read_lines(path, Skips(path, strict=True)), None)
+    except TraceError:
+        return True
+    if record is None:
+        raise TraceError(f"{path}: the file is empty")
+    try:
+        _ANY.decode(record.data)
+    except (msgspec.DecodeError, RecursionError):
+        return True
+    return False
+
+
+def document_elements(path: Path) -> Iterator[Record]:
+    """A document's elements: an array's, or the document itself. Raises ``TraceError`` where it is
+    no JSON: no element can be told from the next then."""
+    data = read_document(path)
+    try:
+        yield from _split(Record(1, data))
     except (msgspec.DecodeError, RecursionError) as error:
-        raise TraceError(f"{path}:{_line_of(data, error)}: line {_not_json(error)}") from None
-    position, line = 0, 1
-    for raw in raws:
+        line = _line_of(data, error)
+        raise TraceError(f"{path}:{line}: line {_not_json(error)}") from None
+
+
+def elements(record: Record) -> list[Record]:
+    """An array's elements, or the record itself. Raises ``LineFault``."""
+    try:
+        return list(_split(record))
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise LineFault(Reason.NOT_JSON, "", record.data[:64], _not_json(error)) from None
+
+
+def members(record: Record) -> set[str]:
+    """Names of an object's members; empty for what is no object."""
+    try:
+        return set(_MEMBERS.decode(record.data))
+    except (msgspec.DecodeError, RecursionError):
+        return set()
+
+
+def _split(record: Record) -> Iterator[Record]:
+    if record.data.lstrip(_BLANK)[:1] != b"[":
+        yield Record(record.line, bytes(_ANY.decode(record.data)))
+        return
+    position, line = 0, record.line
+    for raw in _ARRAY.decode(record.data):
         piece = bytes(raw)
-        found = data.find(piece, position)
-        line += data.count(b"\n", position, found)
-        position = found
+        found = record.data.find(piece, position)
+        line += record.data.count(b"\n", position, found)
         yield Record(line, piece)
+        line += piece.count(b"\n")
+        position = found + len(piece)
 
 
+_MEMBERS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _ARRAY = msgspec.json.Decoder(list[msgspec.Raw])
 _ANY = msgspec.json.Decoder(msgspec.Raw)
 _UNTYPED = msgspec.json.Decoder()
 _BYTE = re.compile(r"\(byte (\d+)\)")
 _WHERE = re.compile(r" - at `\$(.*)`$")
-_MISSING = re.compile(r"Object missing required field `(.*)`")
+_MISSING = re.compile(r"^Object missing required field `([^`]*)`")
 _STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+)\]|\[(\.\.\.)\]")
 
 
@@ -110,7 +149,7 @@ def _type_fault(message: str, data: bytes) -> LineFault:
     path = where.group(1) if where else ""
     problem = message[: where.start()] if where else message
     problem = problem[:1].lower() + problem[1:].replace("`", "")
-    if missing := _MISSING.match(message):
+    if missing := _MISSING.search(message):
         field = f"{path}.{missing.group(1)}".lstrip(".")
         return LineFault(Reason.MISSING, field, None, "the field is missing")
     try:

@@ -43,6 +43,7 @@ from backhaul.transfer.base import (
 )
 from backhaul.transfer.checksum import HostChecksum
 from backhaul.transfer.index import BlockIndex
+from backhaul.transfer.strategies import DEFAULT, Strategies
 
 QUARANTINE_S = 10.0
 """As in the daemon: longer than a write that was under way when its publication ran out."""
@@ -58,6 +59,7 @@ class InProcessPool:
         publication_ttl_s: float = 60.0,
         lease_max_s: float = 300.0,
         quarantine_s: float = QUARANTINE_S,
+        strategies: Strategies = DEFAULT,
     ) -> None:
         self.memory = np.zeros(capacity_bytes, dtype=np.uint8)
         self.index = BlockIndex(
@@ -67,6 +69,8 @@ class InProcessPool:
             instance_id=uuid.uuid4().hex[:16],
             first_token=secrets.randbits(48) + 1,
             quarantine_s=quarantine_s,
+            strategy=strategies.make_eviction(),
+            admission=strategies.make_admission(),
         )
         self.changed = threading.Condition()
         """Guards ``index``; notified when a waiting lookup may have got its answer."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, Self
@@ -13,6 +14,7 @@ from backhaul.protocols.errors import ConfigError, StoreUnavailable
 from backhaul.transfer.backends import wire
 from backhaul.transfer.backends.rpc import PROTOCOL_VERSION, CatalogChannel
 from backhaul.transfer.base import CheckpointInfo, DomainInfo, StoreStats
+from backhaul.transfer.daemon.settings import PORT_MAX
 from backhaul.transfer.listing import ListPage, ListQuery
 
 PAGE_CHECKPOINTS = 2_000
@@ -100,6 +102,9 @@ class StoreInspector:
 
 def catalog_target(uri: str) -> str:
     """``host:port`` of ``backhaul://host:port``. Raises ``ConfigError``."""
+    number = re.search(r":(\d+)/?$", uri.strip(), re.ASCII)
+    if number and (len(number[1]) > 5 or int(number[1]) > PORT_MAX):
+        raise ConfigError(f"store address {uri!r}: port {number[1][:20]} is above {PORT_MAX}")
     try:
         parts = urlsplit(uri.strip())
         port = parts.port

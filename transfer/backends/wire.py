@@ -33,6 +33,7 @@ GRANT_STATUS = {
     store_pb2.Grant.PRESENT: GrantStatus.PRESENT,
     store_pb2.Grant.BUSY: GrantStatus.BUSY,
     store_pb2.Grant.FULL: GrantStatus.FULL,
+    store_pb2.Grant.OVER_BUDGET: GrantStatus.OVER_BUDGET,
 }
 
 
@@ -61,6 +62,8 @@ def manifest_message(manifest: CheckpointManifest) -> store_pb2.Manifest:
         kinds=[kind.value for kind in manifest.kinds],
         producer=manifest.producer,
         user_turn=manifest.user_turn,
+        flops_per_token=manifest.work.per_token,
+        flops_per_pair=manifest.work.per_pair,
     )
 
 

@@ -30,6 +30,7 @@ from backhaul.protocols.checkpoint import (
     DomainId,
     LeaseId,
     ObjectKey,
+    PrefillWork,
     PublicationId,
 )
 from backhaul.protocols.domain import parse_domain
@@ -71,6 +72,7 @@ _GRANT_STATUS = {
     GrantStatus.PRESENT: store_pb2.Grant.PRESENT,
     GrantStatus.BUSY: store_pb2.Grant.BUSY,
     GrantStatus.FULL: store_pb2.Grant.FULL,
+    GrantStatus.OVER_BUDGET: store_pb2.Grant.OVER_BUDGET,
 }
 
 _Request = TypeVar("_Request")
@@ -426,4 +428,5 @@ def _manifest(manifest: store_pb2.Manifest) -> CheckpointManifest:
         kinds=_members(CheckpointKind, "checkpoint kind", manifest.kinds),
         producer=manifest.producer,
         user_turn=manifest.user_turn,
+        work=PrefillWork(manifest.flops_per_token, manifest.flops_per_pair),
     )

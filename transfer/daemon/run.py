@@ -110,6 +110,8 @@ def _make_index(settings: DaemonSettings) -> BlockIndex:
         instance_id=uuid.uuid4().hex[:16],
         first_token=secrets.randbits(48) + 1,
         quarantine_s=QUARANTINE_S,
+        strategy=settings.strategies.make_eviction(),
+        admission=settings.strategies.make_admission(),
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from backhaul.protocols.errors import ConfigError
+from backhaul.transfer.strategies import DEFAULT, Strategies
 
 MIB = 1 << 20
 CAPACITY_MIN_BYTES = MIB
@@ -18,7 +19,10 @@ _UNITS = {"": 1, "B": 1} | {
     for power, letter in enumerate("KMGT", start=1)
     for unit in (letter, f"{letter}IB")
 }
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
+_SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,18})?)\s*([A-Za-z]*)", re.ASCII)
+SIZE_MAX_BYTES = 1 << 60
+"""More is a slip of the keyboard."""
+PORT_MAX = 65_535
 
 
 class Address(NamedTuple):
@@ -46,6 +50,7 @@ class DaemonSettings:
         capacity_bytes: size of the pool.
         publication_ttl_s: life of a publication without a sign of its writer, seconds.
         lease_max_s: longest lease, seconds.
+        strategies: how it evicts and admits.
         prefault: touch the whole pool at start, so that memory that is not there shows at start.
         grace_s: how long running calls may take to end at shutdown, seconds.
     """
@@ -55,6 +60,7 @@ class DaemonSettings:
     capacity_bytes: int = 4 << 30
     publication_ttl_s: float = 60.0
     lease_max_s: float = 300.0
+    strategies: Strategies = DEFAULT
     prefault: bool = False
     grace_s: float = 2.0
 
@@ -76,7 +82,10 @@ def parse_bytes(text: str) -> int:
     factor = _UNITS.get(match[2].upper()) if match else None
     if match is None or factor is None:
         raise ConfigError(f"size {text!r} is unreadable: write e.g. 512MiB, 8GiB or plain bytes")
-    return int(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
+    nbytes = int(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
+    if nbytes > SIZE_MAX_BYTES:
+        raise ConfigError(f"size {text!r} is unreadable: it is more than any machine has")
+    return nbytes
 
 
 def format_bytes(nbytes: int) -> str:
@@ -91,6 +100,9 @@ def parse_address(text: str) -> Address:
     """An address of the form `host:port`, IPv6 hosts in brackets."""
     host, colon, port = text.strip().rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
-    if not colon or not host or not port.isdigit() or int(port) > 65_535:
+    number = colon and port.isascii() and port.isdigit()
+    if number and (len(port) > 5 or int(port) > PORT_MAX):
+        raise ConfigError(f"address {text!r}: port {port[:20]} is above {PORT_MAX}")
+    if not number or not host:
         raise ConfigError(f"address {text!r} is unreadable: write host:port, e.g. 127.0.0.1:7400")
     return Address(host, int(port))

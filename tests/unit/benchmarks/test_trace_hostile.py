@@ -82,7 +82,7 @@ DEEP_MEMBER = b'{"hash_ids":' + b'{"a":' * 100_000
 @example(b'{"request": "\\ud800", "prompt": []}', True)
 @example(b"\xef\xbb\xbf{}", True)
 @settings(
-    max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
+    max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
 )
 def test_a_reader_raises_nothing_but_its_own_error(
     tmp_path: Path, data: bytes, strict: bool
@@ -173,3 +173,67 @@ def test_what_is_no_file_or_no_format_is_refused(tmp_path: Path) -> None:
             open_trace(path)
     with pytest.raises(TraceError, match="format 'parquet' is not known: give auto, backhaul"):
         open_trace(tmp_path, "parquet")
+
+
+_CALL = {"function": {"name": "f", "arguments": '{"a":1}'}}
+_MESSAGES = [
+    {"role": "user", "content": [{"type": "text", "text": "hello"}]},
+    {"role": "assistant", "content": "x", "reasoning": "y", "tool_calls": [_CALL]},
+    {"role": "tool", "content": "z"},
+    {"role": "assistant", "content": "done"},
+]
+VALID = {
+    "messages": {"messages": _MESSAGES, "tools": [{"name": "f"}]},
+    "swe-agent": {
+        "history": [one | {"agent": "a", "message_type": "observation"} for one in _MESSAGES],
+        "trajectory": [{"query": _MESSAGES}, {"query": _MESSAGES}],
+        "replay_config": {
+            "agent": {"history_processors": [{"type": "last_n_observations", "n": 1}]}
+        },
+    },
+    "lmcache": {"session_id": "s", "timestamp": 1, "input": "user: x", "output": "y"},
+    "mooncake": {"timestamp": 1, "input_length": 600, "output_length": 1, "hash_ids": [1, 2]},
+    "backhaul": {"request": "a", "prompt": [["s", 0, 9]], "output": [["o", 0, 4]], "after": ""},
+}  # fmt: skip
+
+
+def _places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    inner = (
+        value.items() if isinstance(value, dict)
+        else enumerate(value) if isinstance(value, list) else ()
+    )  # fmt: skip
+    return [path, *(place for key, one in inner for place in _places(one, (*path, key)))]
+
+
+@given(st.data(), st.sampled_from(sorted(VALID)))
+@settings(
+    max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
+)
+def test_one_wrong_value_anywhere_is_a_turn_or_an_error(
+    tmp_path: Path, data: st.DataObject, name: str
+) -> None:
+    """Valid but for one node: it reaches as deep into a reader as its neighbours allow."""
+    record = json.loads(json.dumps(VALID[name]))
+    *way, last = data.draw(st.sampled_from([p for p in _places(record) if p]))
+    node = record
+    for key in way:
+        node = node[key]
+    node[last] = data.draw(_JSON)
+    path = tmp_path / "trace"
+    path.write_text(json.dumps(record))
+    for strict in (True, False):
+        try:
+            trace = open_trace(path, name, strict=strict)
+            turns = list(trace)
+        except TraceError:
+            continue
+        assert turns or trace.skipped or name in ("messages", "swe-agent")
+
+
+def test_the_valid_ones_are(tmp_path: Path) -> None:
+    for name, record in VALID.items():
+        path = tmp_path / name
+        path.write_text(json.dumps(record))
+        trace = open_trace(path)
+        assert trace.format == name
+        assert len(list(trace)) == (2 if name in ("messages", "swe-agent") else 1)

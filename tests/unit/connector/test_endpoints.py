@@ -8,15 +8,20 @@ from hypothesis import strategies as st
 
 from backhaul.connector.endpoints import (
     PromptEnds,
+    VerbatimEnd,
+    choose_ends,
+    chosen_kinds,
     decode_end,
     deepest_usable,
-    parse_hints,
+    may_publish_decode,
     prompt_ends,
     publishes_decode_end,
-    wants_decode_end,
+    verbatim_end,
 )
+from backhaul.connector.hints import RequestHints
 from backhaul.protocols.checkpoint import CheckpointKind
-from backhaul.protocols.options import FinishReason, Options, Policy
+from backhaul.protocols.options import FinishReason, Options
+from backhaul.protocols.policy import Matched, Policy, Why
 
 B = 64
 
@@ -26,58 +31,15 @@ def options(**values: Any) -> Options:
 
 
 def ends(policy: Policy = Policy.BOTH, **values: Any) -> PromptEnds:
+    hints = RequestHints(
+        u_end=values.get("u_end"), boundaries=values.pop("boundaries", ()),
+        suffix_start=values.pop("suffix_start", None),
+    )  # fmt: skip
     arguments: dict[str, Any] = {
-        "options": options(policy=policy), "u_end": None, "prompt_tokens": 1000, "junction": 0,
-        "grid": B, "carries_prompt": False,
+        "options": options(), "choice": choose_ends(policy, hints, Matched()), "u_end": None,
+        "prompt_tokens": 1000, "junction": 0, "grid": B, "carries_prompt": False,
     }  # fmt: skip
     return prompt_ends(**{**arguments, **values})
-
-
-@pytest.mark.parametrize("u_end", [1, 500, 1000])
-def test_a_valid_u_end_is_taken(u_end: int) -> None:
-    assert parse_hints({"u_end": u_end}, 1000).u_end == u_end
-
-
-@pytest.mark.parametrize(
-    "value", [0, -1, 1001, 10**30, True, False, 5.0, "5", [5], {"a": 1}, float("nan")]
-)
-def test_an_invalid_u_end_is_named_and_ignored(value: Any) -> None:
-    hints = parse_hints({"u_end": value}, 1000)
-    assert hints.u_end is None
-    assert hints.rejected == ("u_end",)
-
-
-@pytest.mark.parametrize("name", ["publish", "load"])
-@pytest.mark.parametrize(("value", "on"), [(None, True), (True, True), (False, False)])
-def test_a_request_may_opt_out(name: str, value: Any, on: bool) -> None:
-    assert getattr(parse_hints({name: value}, 10), name) is on
-
-
-@pytest.mark.parametrize(
-    ("value", "on"), [(None, False), (True, True), (False, False), (1, False), ("yes", False)]
-)
-def test_only_true_marks_a_users_turn(value: Any, on: bool) -> None:
-    hints = parse_hints({"u_end": 5, "user_turn": value}, 10)
-    assert (hints.user_turn, hints.u_end) == (on, 5)
-    assert hints.rejected == (() if value is None or isinstance(value, bool) else ("user_turn",))
-
-
-@pytest.mark.parametrize("name", ["publish", "load"])
-@pytest.mark.parametrize("value", [0, "no", [], 1.0])
-def test_a_malformed_opt_out_is_named_and_ignored(name: str, value: Any) -> None:
-    hints = parse_hints({name: value, "u_end": 5}, 10)
-    assert (hints.publish, hints.load, hints.u_end) == (True, True, 5)
-    assert hints.rejected == (name,)
-
-
-@pytest.mark.parametrize("params", ["x", 3, [], True])
-def test_hints_that_are_no_object_are_named_and_ignored(params: Any) -> None:
-    assert parse_hints(params, 10).rejected == ("backhaul",)
-
-
-def test_absent_hints_and_another_legs_answer_are_fine() -> None:
-    assert parse_hints(None, 10).rejected == ()
-    assert parse_hints({"selected": None, "loaded_tokens": 3}, 10).rejected == ()
 
 
 @pytest.mark.parametrize(
@@ -87,6 +49,8 @@ def test_absent_hints_and_another_legs_answer_are_fine() -> None:
         (Policy.INPUT_END, 448, 0, False),
         (Policy.DECODE_END, 0, 0, True),
         (Policy.BOTH, 448, 0, True),
+        (Policy.AUTO, 448, 0, True),
+        (Policy.BOUNDARIES, 0, 0, True),
     ],
 )
 def test_policies_choose_the_ends(
@@ -95,7 +59,72 @@ def test_policies_choose_the_ends(
     chosen = ends(policy, u_end=500, junction=128)
     assert (chosen.input_end, chosen.prompt_end) == (input_end, prompt_end)
     assert chosen.shared_prefix == 128, "junctions are kept in every policy"
-    assert wants_decode_end(policy) is decodes
+    assert may_publish_decode(policy) is decodes
+
+
+def test_extra_boundaries_are_floored_and_kept_apart_from_the_prompts_end() -> None:
+    chosen = ends(Policy.BOUNDARIES, u_end=500, boundaries=(63, 64, 130, 700, 1000), junction=128)
+    assert (chosen.input_end, chosen.prompt_end) == (0, 0)
+    assert chosen.extra == (64, 128, 640, 960)
+    assert chosen.stops_after(0) == [64, 128, 640, 960]
+    assert chosen.stops_after(128) == [640, 960]
+    assert chosen.kinds_at(128) == (CheckpointKind.SHARED_PREFIX, CheckpointKind.BOUNDARY)
+    assert chosen.kinds_at(640) == (CheckpointKind.BOUNDARY,)
+    assert ends(Policy.BOTH, u_end=500, boundaries=(64,)).extra == ()
+    assert ends(Policy.BOUNDARIES, suffix_start=300).extra == (256,)
+
+
+@pytest.mark.parametrize(
+    ("given", "kinds"),
+    [
+        (("input_end",), (CheckpointKind.INPUT_END,)),
+        (("decode_end",), (CheckpointKind.DECODE_END,)),
+        ((), ()),
+    ],
+)
+def test_the_second_leg_takes_the_firsts_choice(
+    given: tuple[str, ...], kinds: tuple[CheckpointKind, ...]
+) -> None:
+    hints = RequestHints(u_end=5, ends=tuple(map(CheckpointKind, given)))
+    choice = choose_ends(Policy.AUTO, hints, Matched())
+    assert (chosen_kinds(choice), choice.why) == (kinds, Why.HANDED_OVER)
+    fixed = choose_ends(Policy.BOTH, hints, Matched())
+    assert chosen_kinds(fixed) == (CheckpointKind.INPUT_END, CheckpointKind.DECODE_END)
+
+
+@given(
+    st.lists(st.integers(0, 4), max_size=12),
+    st.sets(st.integers(0, 9), max_size=3),
+    st.lists(st.integers(0, 12)).map(sorted),
+)
+def test_the_verbatim_end_is_before_the_first_rewritten_token(
+    reply: list[int], rewrites: set[int], steps: list[int]
+) -> None:
+    prompt = [next(iter(rewrites), 0)] * 5  # what stands in the prompt does not matter
+    finder = VerbatimEnd(5, rewrites)
+    kept = next((i for i, token in enumerate(reply) if token in rewrites), len(reply))
+    for step in steps:
+        committed = min(step, len(reply))
+        seen = finder.end(prompt + reply[:committed], 5 + committed)
+        assert seen == 5 + min(kept, committed)
+    assert finder.end(prompt, 3) == 3
+
+
+@pytest.mark.parametrize(
+    ("policy", "hints", "found"),
+    [
+        (Policy.BOUNDARIES, {"rewrites": (7,)}, True),
+        (Policy.BOUNDARIES, {"rewrites": ()}, True),
+        (Policy.BOUNDARIES, {}, False),
+        (Policy.BOTH, {"rewrites": (7,)}, False),
+        (Policy.BOUNDARIES, {"rewrites": (7,), "reasoning": True, "reasoning_kept": False}, False),
+        (Policy.BOUNDARIES, {"rewrites": (7,), "reasoning": False, "reasoning_kept": False}, True),
+    ],
+)
+def test_when_the_verbatim_end_can_be_known(
+    policy: Policy, hints: dict[str, Any], found: bool
+) -> None:
+    assert (verbatim_end(policy, RequestHints(**hints), 5) is not None) is found
 
 
 def test_the_prompt_end_is_published_where_nobody_else_carries_the_prompt() -> None:

@@ -33,7 +33,7 @@ from backhaul.protocols.checkpoint import (
 )
 from backhaul.protocols.metrics import ENGINE, known_label_values
 from backhaul.protocols.record import CANDIDATES_MAX, Selected
-from backhaul.protocols.work import FULL, PrefillWork
+from backhaul.protocols.work import FULL, ModelWork
 
 GRID = 8
 KINDS = st.lists(st.sampled_from(CheckpointKind), unique=True).map(tuple)
@@ -155,7 +155,7 @@ def test_every_count_is_of_a_series_that_is_known(
         matched=matched_tokens(Answered(found), has_recurrent=True),
         reuse=reuse_of(found),
         junction=more,
-        work=PrefillWork(1),
+        work=ModelWork(1),
     )
     recorder = StatsRecorder()
     count_outcome(outcome, recorder, asked=True)
@@ -202,7 +202,7 @@ def test_what_the_second_end_adds(
         candidates=tag_candidates(found, 32, limits),
         matched=matched_tokens(Answered(found), has_recurrent=True),
     )  # fmt: skip
-    outcome = outcome._replace(work=PrefillWork(100, ((FULL, 1),)))
+    outcome = outcome._replace(work=ModelWork(100, ((FULL, 1),)))
     counters = counters_of(outcome)
     assert counters.get("incremental_tokens|decode_end", 0) == gain
     assert counters.get("incremental_hits|decode_end", 0) == alone

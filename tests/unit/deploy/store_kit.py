@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import re
 import subprocess
 import sys
@@ -11,10 +12,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import grpc
 import pytest
 
+from backhaul.deploy import cli
 from backhaul.protocols import store_pb2, store_pb2_grpc
 from backhaul.protocols.layout import checkpoint_objects
 
@@ -120,13 +123,18 @@ def running_store(*options: str) -> Iterator[RunningStore]:
 
 
 def backhaul(*arguments: str, stdin: str | None = None) -> tuple[int, str, str]:
-    """(exit code, standard output, standard error) of the command."""
-    done = subprocess.run(
-        [sys.executable, "-m", "backhaul.deploy.cli", *arguments],
-        capture_output=True,
-        text=True,
-        input=stdin,
-        timeout=START_TIMEOUT_S,
-        check=False,
-    )
-    return done.returncode, done.stdout, done.stderr
+    """(exit code, standard output, standard error) of the command, run in this process: starting
+    one per call would take most of a test's time."""
+    out, err = io.StringIO(), io.StringIO()
+    given = io.TextIOWrapper(io.BytesIO((stdin or "").encode()))
+    with (
+        mock.patch.object(sys, "argv", ["backhaul", *arguments]),
+        mock.patch.object(sys, "stdin", given),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        pytest.raises(SystemExit) as ended,
+    ):
+        cli.main()
+    code = ended.value.code
+    assert code is None or isinstance(code, int)
+    return code or 0, out.getvalue(), err.getvalue()

@@ -95,10 +95,8 @@ DISCARD_PORT = 9
 """Nobody listens there."""
 
 
-@pytest.mark.parametrize("url", [f"http://127.0.0.1:{DISCARD_PORT}", "nonsense", "http://[", ""])
-def test_an_engine_that_cannot_be_read_is_a_problem_not_a_crash(
-    store: RunningStore, url: str
-) -> None:
+def test_an_engine_that_cannot_be_read_is_a_problem_not_a_crash(store: RunningStore) -> None:
+    url = f"http://127.0.0.1:{DISCARD_PORT}"
     code, out, _ = backhaul(
         "doctor", f"--store={store.uri}", "--no-probe", "--json", f"--engine={url}"
     )

@@ -92,7 +92,7 @@ def test_a_tokenizers_directory(run: Any, tmp_path: Path, name: str, text: str, 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        (None, None, "cannot read"),
+        (None, None, "cannot be read"),
         ("t.jinja", b"\xff\xfe\x00", "is not UTF-8 text"),
         ("t.jinja", b"a\n{% if %}", "line 2 is not valid Jinja"),
         ("t.json", b"{", "line 1 is not valid JSON"),

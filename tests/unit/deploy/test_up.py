@@ -107,6 +107,13 @@ def test_where_the_proxy_is_reached_from_here(tmp_path: Path, host: str, url: st
     assert proxy.url == url
 
 
+def model(tmp_path: Path, name: str) -> str:
+    """A folder that looks like a model's."""
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "config.json").write_text("{}")
+    return str(tmp_path / name)
+
+
 class Up:
     """`backhaul up` as a process."""
 
@@ -151,7 +158,7 @@ def ups() -> Iterator[list[Up]]:
 
 
 def test_it_serves_until_it_is_told_to_stop(tmp_path: Path, ups: list[Up]) -> None:
-    ups.append(up := Up(tmp_path, "--model", str(tmp_path / "m"), "--decode", "2"))
+    ups.append(up := Up(tmp_path, "--model", model(tmp_path, "m"), "--decode", "2"))
     up.wait_ready()
     assert len(up.seen) == 5
     for name in ("store", "prefill-0", "decode-0", "decode-1", "proxy"):
@@ -167,7 +174,7 @@ def test_it_serves_until_it_is_told_to_stop(tmp_path: Path, ups: list[Up]) -> No
 
 @pytest.mark.parametrize("reason", ["sigterm", "an engine dies"])
 def test_it_stops_everything(tmp_path: Path, ups: list[Up], reason: str) -> None:
-    ups.append(up := Up(tmp_path, "--model", str(tmp_path / "m"), "--no-backhaul"))
+    ups.append(up := Up(tmp_path, "--model", model(tmp_path, "m"), "--no-backhaul"))
     up.wait_ready()
     if reason == "sigterm":
         up.process.terminate()
@@ -179,7 +186,7 @@ def test_it_stops_everything(tmp_path: Path, ups: list[Up], reason: str) -> None
 
 
 def test_an_engine_that_does_not_start_is_named(tmp_path: Path, ups: list[Up]) -> None:
-    ups.append(up := Up(tmp_path, "--model", str(tmp_path / "broken"), "--no-backhaul"))
+    ups.append(up := Up(tmp_path, "--model", model(tmp_path, "broken"), "--no-backhaul"))
     assert up.wait_end() == 1
     assert "cannot start" in up.text()
     assert re.search(r"(prefill|decode)-0 exited with code 1", up.text())

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backhaul.protocols.work import FULL, PrefillWork, prefill_work
+from backhaul.protocols.work import FULL, ModelWork, model_work
 
 DENSE: dict[str, Any] = {
     "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -83,7 +83,7 @@ MAMBA_LAYER = 2 * (8 * 50 + 64 + 4 * 40) + 5 * 2 * 64
 def test_a_models_work(
     config: dict[str, Any], per_token: int, per_key: tuple[tuple[int, int], ...]
 ) -> None:
-    assert prefill_work(config) == PrefillWork(per_token, per_key)
+    assert model_work(config) == ModelWork(per_token, per_key)
 
 
 @pytest.mark.parametrize(
@@ -97,22 +97,33 @@ def test_a_models_work(
     ],
 )
 def test_a_tokens_keys_are_those_in_sight(start: int, end: int, flops: int) -> None:
-    assert PrefillWork(100, ((FULL, 10), (2, 3))).flops(start, end) == flops
+    assert ModelWork(100, ((FULL, 10), (2, 3))).flops(start, end) == flops
 
 
 WORKS = st.builds(
-    PrefillWork,
+    ModelWork,
     st.integers(1, 10**12),
     st.lists(st.tuples(st.sampled_from([FULL, 1, 7, 4096]), st.integers(0, 10**7))).map(tuple),
 )
 
 
 @given(WORKS, st.lists(st.integers(0, 10**6), min_size=3, max_size=3).map(sorted))
-def test_work_adds_up_and_grows_with_depth(work: PrefillWork, cuts: list[int]) -> None:
+def test_work_adds_up_and_grows_with_depth(work: ModelWork, cuts: list[int]) -> None:
     a, b, c = cuts
     assert work.flops(a, b) + work.flops(b, c) == work.flops(a, c)
     assert work.flops(a, a + 100) <= work.flops(b, b + 100)
     assert work.flops(a, c) >= (c - a) * work.per_token
+
+
+@given(WORKS, st.integers(0, 10**5), st.integers(0, 10**5))
+def test_what_a_manifest_carries_is_the_same_but_for_windows(
+    work: ModelWork, start: int, count: int
+) -> None:
+    coarse = work.coarse().saved_work(start, start + count)
+    exact = work.flops(start, start + count)
+    assert coarse >= exact * (1 - 1e-9)
+    if start >= 4096 or all(window == FULL for window, _ in work.per_key):
+        assert coarse == pytest.approx(exact)
 
 
 VALUES = st.none() | st.integers(-3, 9) | st.booleans() | st.text(max_size=3) | st.lists(
@@ -122,7 +133,7 @@ VALUES = st.none() | st.integers(-3, 9) | st.booleans() | st.text(max_size=3) | 
 
 @given(st.dictionaries(st.sampled_from(sorted(DENSE | LINEAR | MAMBA)), VALUES), st.booleans())
 def test_any_configuration_is_understood_or_not(changes: dict[str, Any], linear: bool) -> None:
-    work = prefill_work((LINEAR if linear else MAMBA) | changes)
+    work = model_work((LINEAR if linear else MAMBA) | changes)
     assert work is None or work.per_token >= 0
 
 
@@ -137,4 +148,4 @@ def test_any_configuration_is_understood_or_not(changes: dict[str, Any], linear:
     ],
 )
 def test_a_shape_that_is_not_understood_has_no_figure(config: dict[str, Any]) -> None:
-    assert prefill_work(config) is None
+    assert model_work(config) is None

@@ -6,15 +6,19 @@ import hashlib
 from collections.abc import Iterable, Sequence
 
 from backhaul.protocols.checkpoint import (
+    UNKNOWN_WORK,
     CheckpointKind,
     CheckpointManifest,
     DomainId,
     ObjectKey,
+    PrefillWork,
     PublicationId,
 )
 from backhaul.protocols.domain import DomainRecord
 from backhaul.protocols.layout import CacheLayout, GroupKind, GroupLayout, checkpoint_objects
+from backhaul.transfer.admission import AdmissionStrategy
 from backhaul.transfer.base import CommitResult, Grant, GrantStatus, Written
+from backhaul.transfer.eviction import EvictionStrategy
 from backhaul.transfer.index import BlockIndex, LookupAnswer
 
 GRID = 4
@@ -69,7 +73,11 @@ def keys_of(layout: CacheLayout, tokens: str, rank: int = 0) -> list[ObjectKey]:
 
 
 def manifest_of(
-    tokens: str, *kinds: CheckpointKind, producer: str = "engine-1", user_turn: bool = False
+    tokens: str,
+    *kinds: CheckpointKind,
+    producer: str = "engine-1",
+    user_turn: bool = False,
+    work: PrefillWork = UNKNOWN_WORK,
 ) -> CheckpointManifest:
     """The manifest of the checkpoint at the end of ``tokens``."""
     return CheckpointManifest(
@@ -78,6 +86,7 @@ def manifest_of(
         kinds=kinds or (CheckpointKind.DECODE_END,),
         producer=producer,
         user_turn=user_turn,
+        work=work,
     )
 
 
@@ -98,12 +107,16 @@ class Driver:
         window_tokens: int = 0,
         quarantine_s: float = 0.0,
         layout: CacheLayout | None = None,
+        strategy: EvictionStrategy | None = None,
+        admission: AdmissionStrategy | None = None,
     ) -> None:
         self.index = BlockIndex(
             capacity_bytes,
             publication_ttl_s=60.0,
             lease_max_s=100.0,
             quarantine_s=quarantine_s,
+            strategy=strategy,
+            admission=admission,
         )
         self.layout = layout or make_layout(ranks, window_tokens)
         self.now = 0.0
@@ -147,13 +160,14 @@ class Driver:
         domain: DomainId | None = None,
         end: bool = True,
         user_turn: bool = False,
+        work: PrefillWork = UNKNOWN_WORK,
     ) -> CommitResult:
         """Reserve, commit and (if ``end``) abandon a whole checkpoint of all ranks."""
         name = name or f"publication of {tokens}"
         result = CommitResult(False)
         for rank in range(self.layout.ranks):
             grants = self.reserve(name, keys_of(self.layout, tokens, rank), domain)
-            manifest = manifest_of(tokens, *kinds, user_turn=user_turn)
+            manifest = manifest_of(tokens, *kinds, user_turn=user_turn, work=work)
             result = self.commit(name, grants, manifest, rank=rank, domain=domain)
         if end:
             self.abandon(name)

@@ -504,7 +504,7 @@ def test_every_error_of_ours_has_a_code_and_none_hides_another() -> None:
         (["--capacity=5"], "capacity is 5 bytes: at least 1 MiB is needed"),
         (["--capacity=8Gold"], "size '8Gold' is unreadable: write e.g. 512MiB"),
         (["--listen=7400"], "address '7400' is unreadable: write host:port"),
-        (["--lease-max=0"], "lease_max_s is 0.0"),
+        (["--lease-max=0"], "--lease-max is 0.0"),
     ],
 )
 def test_a_wrong_option_is_one_line_and_exit_code_2(options: list[str], words: str) -> None:
@@ -573,7 +573,24 @@ def test_sizes_are_read(text: str, nbytes: int) -> None:
     assert parse_bytes(text) == nbytes
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "1e9", "5 parsecs", "8GB8", "0x10"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "GiB",
+        "-1GiB",
+        "1e9",
+        "5 parsecs",
+        "8GB8",
+        "0x10",
+        "٣MiB",
+        "9" * 5000,
+        "9e",
+        "1_0",
+        "2048P",
+        f"{2**61}",
+    ],
+)
 def test_unreadable_sizes_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="is unreadable"):
         parse_bytes(text)
@@ -589,8 +606,11 @@ def test_addresses_are_read_and_written() -> None:
     assert parse_address("127.0.0.1:7400") == Address("127.0.0.1", 7400)
     assert parse_address("[::1]:0") == Address("::1", 0)
     assert str(Address("::1", 7400)) == "[::1]:7400"
-    for text in ("", "host", ":7400", "host:", "host:x", "host:65536"):
+    for text in ("", "host", ":7400", "host:", "host:x", "host:²", "host:٣"):
         with pytest.raises(ConfigError, match="is unreadable"):
+            parse_address(text)
+    for text in ("host:65536", f"host:{'9' * 5000}"):
+        with pytest.raises(ConfigError, match="is above 65535"):
             parse_address(text)
 
 

@@ -35,13 +35,16 @@ from backhaul.protocols.checkpoint import (
     DomainId,
     LeaseId,
     ObjectKey,
+    PrefillWork,
     PublicationId,
     Reason,
 )
 from backhaul.protocols.errors import StoreRejected
+from backhaul.transfer.admission import AdmittedBytesBudget
 from backhaul.transfer.base import Grant, GrantStatus, Written
 from backhaul.transfer.index import BlockIndex, LookupAnswer
 from backhaul.transfer.leases import Location
+from backhaul.transfer.strategies import Admission, Eviction, Strategies
 
 PUBLICATIONS = st.sampled_from([PublicationId(name) for name in "pqrs"])
 ALL_PREFIXES = ["".join(p) for n in range(1, 5) for p in itertools.product("ab", repeat=n)]
@@ -50,6 +53,38 @@ KINDS = st.sampled_from(list(CheckpointKind))
 PARTS = (Reason.STATE_MISSING, Reason.ATTENTION_MISSING)
 TTL_S = 20.0
 LEASE_MAX_S = 30.0
+STRATEGIES = st.builds(
+    Strategies,
+    eviction=st.sampled_from(list(Eviction)),
+    marconi_alpha=st.sampled_from([0.0, 1.0, 4.0]),
+    admission=st.sampled_from(list(Admission)),
+    admit_bytes_per_token=st.sampled_from([1.0, 300.0]),
+    admit_burst_bytes=st.sampled_from([1, 2 * STATE_BYTES, 50 * STATE_BYTES]),
+)
+WORK = st.sampled_from([PrefillWork(), PrefillWork(2.0, 0.5), PrefillWork(0.0, 3.0)])
+
+
+class Ledger:
+    """What passed through an admission strategy."""
+
+    def __init__(self, strategies: Strategies) -> None:
+        self.inner = strategies.make_admission()
+        self.credited = self.charged = self.refunded = 0
+
+    def credit(self, prompt_tokens: int) -> None:
+        self.credited += prompt_tokens
+        self.inner.credit(prompt_tokens)
+
+    def admits(self, nbytes: int) -> bool:
+        return self.inner.admits(nbytes)
+
+    def charge(self, nbytes: int) -> None:
+        self.charged += nbytes
+        self.inner.charge(nbytes)
+
+    def refund(self, nbytes: int) -> None:
+        self.refunded += nbytes
+        self.inner.refund(nbytes)
 
 
 class IndexMachine(RuleBasedStateMachine):
@@ -61,15 +96,20 @@ class IndexMachine(RuleBasedStateMachine):
 
     grants = Bundle("grants")
 
-    @initialize(slots=st.integers(4, 24), quarantine_s=st.sampled_from([0.0, 5.0]))
-    def start(self, slots: int, quarantine_s: float) -> None:
-        """A pool of ``slots`` states; every history its own size."""
+    @initialize(
+        slots=st.integers(4, 24), quarantine_s=st.sampled_from([0.0, 5.0]), strategies=STRATEGIES
+    )
+    def start(self, slots: int, quarantine_s: float, strategies: Strategies) -> None:
+        """A pool of ``slots`` states; every history its own size and strategies."""
+        self.ledger = Ledger(strategies)
         self.capacity_bytes = slots * STATE_BYTES
         self.index = BlockIndex(
             self.capacity_bytes,
             publication_ttl_s=TTL_S,
             lease_max_s=LEASE_MAX_S,
             quarantine_s=quarantine_s,
+            strategy=strategies.make_eviction(),
+            admission=self.ledger,
         )
         self.now = 0.0
         self.layout = make_layout(ranks=2, window_tokens=GRID + 2)
@@ -137,9 +177,18 @@ class IndexMachine(RuleBasedStateMachine):
         prefix=PREFIXES,
         kind=KINDS,
         end=st.booleans(),
+        user_turn=st.booleans(),
+        work=WORK,
     )
     def publish(
-        self, domain: int, name: PublicationId, prefix: str, kind: CheckpointKind, end: bool
+        self,
+        domain: int,
+        name: PublicationId,
+        prefix: str,
+        kind: CheckpointKind,
+        end: bool,
+        user_turn: bool,
+        work: PrefillWork,
     ) -> None:
         """A whole publication without an accident: visible unless the pool or others hinder it."""
         hindered = False
@@ -149,15 +198,17 @@ class IndexMachine(RuleBasedStateMachine):
             try:
                 answers = self.index.reserve(self.domains[domain], name, wants, self.now)
                 hindered |= any(
-                    answer.status in (GrantStatus.BUSY, GrantStatus.FULL) for answer in answers
+                    answer.status not in (GrantStatus.GRANTED, GrantStatus.PRESENT)
+                    for answer in answers
                 )
                 written = [
                     Written(answer.key, answer.token, answer.token)
                     for answer in answers
                     if answer.status is GrantStatus.GRANTED
                 ]
+                manifest = manifest_of(prefix, kind, user_turn=user_turn, work=work)
                 visible = self.index.commit(
-                    self.domains[domain], name, rank, written, manifest_of(prefix, kind), self.now
+                    self.domains[domain], name, rank, written, manifest, self.now
                 ).visible
             except StoreRejected:
                 return
@@ -363,6 +414,19 @@ class IndexMachine(RuleBasedStateMachine):
         assert not extents or sum(extents[-1]) <= self.capacity_bytes
 
     @invariant()
+    def admission_is_kept(self) -> None:
+        """What was admitted was paid for by traffic, or is debt; what is there was charged."""
+        admitted = self.ledger.charged - self.ledger.refunded
+        there = sum(domain.object_bytes for domain in self.index.domains.values())
+        assert 0 <= there <= admitted
+        assert self.ledger.charged == self.index.counters["granted_bytes"]
+        budget = self.ledger.inner
+        if isinstance(budget, AdmittedBytesBudget):
+            assert budget.balance <= budget.burst_bytes
+            earned = self.ledger.credited * budget.bytes_per_prompt_token
+            assert admitted <= budget.burst_bytes + earned + budget.debt
+
+    @invariant()
     def leased_objects_stay_where_they_are(self) -> None:
         """A valid lease reads the same bytes as when it was granted; an ended one nothing."""
         for lease, places in list(self.readable.items()):
@@ -388,6 +452,7 @@ class IndexMachine(RuleBasedStateMachine):
         for later in (1000.0, 2000.0):
             self.index.expire(self.now + later)
         assert self.index.stats().leases == self.index.stats().publications == 0
+        self.ledger.inner.refund(10**12)
         name = PublicationId("everything")
         wants = [(ObjectKey(0, 0, b"everything"), self.capacity_bytes)]
         (answer,) = self.index.reserve(self.domains[0], name, wants, self.now)

@@ -1,0 +1,282 @@
+"""`backhaul ab`: one dialogue with one or two servers, and what each reused."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from backhaul.deploy.arguments import (
+    each,
+    file_to_read,
+    file_to_write,
+    http_url,
+    pause_of_seconds,
+    seconds,
+)
+from backhaul.protocols.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from backhaul.benchmarks.ab import Arm, ArmReport, RequestReport
+
+TURNS_MAX = 1000
+
+
+def ab(
+    a: Annotated[
+        str,
+        typer.Option(
+            "--a",
+            metavar="URL",
+            help="An OpenAI-compatible server or proxy.",
+            callback=each(http_url),
+        ),
+    ],
+    b: Annotated[
+        str,
+        typer.Option(
+            "--b",
+            metavar="URL",
+            help="The one to compare with; default: none.",
+            callback=each(http_url),
+        ),
+    ] = "",
+    model: Annotated[
+        str, typer.Option(metavar="NAME", help="Default: the first that each server lists.")
+    ] = "",
+    turns: Annotated[
+        int, typer.Option(metavar="N", min=1, max=TURNS_MAX, help="Turns of the dialogue.")
+    ] = 5,
+    max_tokens: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Most tokens of a reply.")
+    ] = 4096,
+    questions: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="JSON array of what the user says, in turn.",
+            callback=each(file_to_read),
+        ),
+    ] = None,
+    tools: Annotated[
+        bool, typer.Option(help="Offer a tool; a call is answered at the next turn.")
+    ] = False,
+    salt: Annotated[
+        bool,
+        typer.Option(help="Send a random cache_salt per arm (vLLM): find nothing from before."),
+    ] = False,
+    reset_a: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="URL",
+            help="Engine behind A that forgets its prefix cache before each turn, as if the turn "
+            "met another worker (VLLM_SERVER_DEV_MODE=1); repeat.",
+            callback=each(http_url),
+        ),
+    ] = None,
+    reset_b: Annotated[
+        list[str] | None,
+        typer.Option(metavar="URL", help="The same behind B.", callback=each(http_url)),
+    ] = None,
+    extra: Annotated[
+        str, typer.Option(metavar="JSON", help="Object with further members of each request.")
+    ] = "{}",
+    pause: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            help="Between reply and next request.",
+            callback=each(pause_of_seconds),
+        ),
+    ] = 1.0,
+    timeout: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS", help="Longest wait for the next byte.", callback=each(seconds)
+        ),
+    ] = 600.0,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Also write the figures as JSON.", callback=each(file_to_write)
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Hold a dialogue that replays its whole history, and say what each server had cached.
+
+    Exit code 0: measured; 1: a server could not be asked or failed.
+    """
+    from rich.console import Console
+
+    from backhaul.benchmarks.ab import QUESTIONS, AbError, AbPlan, Arm, run_arm
+    from backhaul.deploy.terminal import print_json
+
+    if reset_b and not b:
+        raise ConfigError("--reset-b without --b: there is no second server")
+    plan = AbPlan(
+        model=model,
+        turns=turns,
+        max_tokens=max_tokens,
+        questions=_questions(questions) if questions else QUESTIONS,
+        tools=tools,
+        salt=salt,
+        extra=_extra(extra),
+        pause_s=pause,
+        timeout_s=timeout,
+    )
+    arms = [Arm(name="A", url=a, reset=reset_a or ())]
+    if b:
+        arms.append(Arm(name="B", url=b, reset=reset_b or ()))
+    console = Console(stderr=as_json)
+    reports: list[ArmReport] = []
+    try:
+        for arm in arms:
+            reports.append(run_arm(arm, plan, lambda arm, r: console.print(_progress(arm, r))))
+    except AbError as error:
+        print(f"backhaul: error: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
+    result = {"turns": turns, "arms": [_as_dict(report) for report in reports]}
+    if out is not None:
+        try:
+            out.write_text(json.dumps(result, indent=2) + "\n")
+        except OSError as error:
+            raise ConfigError(f"--out {str(out)!r} cannot be written: {error.strerror}") from None
+    if as_json:
+        print_json(result)
+        return
+    for report in reports:
+        console.print(_arm_table(report))
+    if len(reports) == 2:
+        console.print(_comparison(*reports))
+    for line in _remarks(reports, salt=salt):
+        console.print(line, style="yellow", highlight=False, soft_wrap=True)
+
+
+def _questions(path: Path) -> list[str]:
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"--questions {str(path)!r} cannot be read: {error}") from None
+    if not (isinstance(value, list) and value and all(isinstance(q, str) for q in value)):
+        raise ConfigError(f"--questions {str(path)!r} is no JSON array of strings")
+    return value
+
+
+def _extra(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"--extra {text[:60]!r} is no JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"--extra {text[:60]!r} is no JSON object")
+    return value
+
+
+def _as_dict(report: ArmReport) -> dict[str, Any]:
+    return asdict(report) | {
+        "prompt_tokens": report.prompt_tokens,
+        "cached_tokens": report.cached_tokens,
+        "cached_share": report.cached_share,
+        "later_cached_share": report.later_cached_share,
+    }
+
+
+def _progress(arm: Arm, r: RequestReport) -> str:
+    cached = _count(r.cached_tokens)
+    return (
+        f"{arm.name} {r.turn}: {r.prompt_tokens:,} prompt tokens, {cached} cached, "
+        f"{r.completion_tokens:,} generated, first after {r.ttft_s:.2f} s"
+    )
+
+
+def _count(tokens: int | None) -> str:
+    return "?" if tokens is None else f"{tokens:,}"
+
+
+def _arm_table(report: ArmReport) -> Table:
+    from rich.table import Table
+
+    table = Table(title=f"{report.name}: {report.url} ({report.model})", title_justify="left")
+    table.add_column("turn", justify="right")
+    for name in ("prompt", "cached", "share", "output", "reasoning", "content", "calls", "TTFT s"):
+        table.add_column(name, justify="right")
+    table.add_column("ended")
+    table.add_column("digest")
+    for r in report.requests:
+        share = (r.cached_tokens or 0) / max(r.prompt_tokens, 1)
+        lengths = (r.completion_tokens, r.reasoning_characters, r.content_characters)
+        table.add_row(
+            str(r.turn),
+            f"{r.prompt_tokens:,}",
+            _count(r.cached_tokens),
+            f"{share:.1%}",
+            *(f"{n:,}" for n in lengths),
+            str(r.tool_calls),
+            f"{r.ttft_s:.2f}",
+            r.finish_reason,
+            r.digest,
+        )
+    table.add_section()
+    total = sum(r.completion_tokens for r in report.requests)
+    table.add_row(
+        "all",
+        f"{report.prompt_tokens:,}",
+        f"{report.cached_tokens:,}",
+        f"{report.cached_share:.1%}",
+        f"{total:,}",
+    )
+    table.add_row("2 on", "", "", f"{report.later_cached_share:.1%}")
+    return table
+
+
+def _comparison(one: ArmReport, two: ArmReport) -> Table:
+    from rich.table import Table
+
+    table = Table(title="A against B", title_justify="left")
+    table.add_column("turn", justify="right")
+    for name in ("recomputed A", "recomputed B", "TTFT A", "TTFT B", "B / A"):
+        table.add_column(name, justify="right")
+    table.add_column("output")
+    for x, y in zip(one.requests, two.requests, strict=True):
+        table.add_row(
+            str(x.turn),
+            *(f"{r.prompt_tokens - (r.cached_tokens or 0):,}" for r in (x, y)),
+            f"{x.ttft_s:.2f}",
+            f"{y.ttft_s:.2f}",
+            f"{y.ttft_s / max(x.ttft_s, 1e-9):.2f}x",
+            "same" if x.digest == y.digest else "differs",
+        )
+    table.add_section()
+    table.add_row("all", *(f"{r.prompt_tokens - r.cached_tokens:,}" for r in (one, two)))
+    return table
+
+
+def _remarks(reports: list[ArmReport], *, salt: bool) -> list[str]:
+    """What makes the figures mean something else than they seem to."""
+    lines = []
+    for report in reports:
+        requests = report.requests
+        if any(r.cached_tokens is None for r in requests):
+            lines.append(
+                f"{report.name} does not say what was cached: start vLLM with "
+                "--enable-prompt-tokens-details"
+            )
+        if requests[0].cached_tokens and not salt:
+            lines.append(
+                f"{report.name} had {requests[0].cached_tokens:,} tokens of the first prompt "
+                "cached: it has met this dialogue before; --salt keeps it apart (vLLM)"
+            )
+        cut = sum(r.finish_reason == "length" for r in requests)
+        if cut:
+            lines.append(
+                f"{report.name} cut {cut} replies at --max-tokens: checkpoints at the end of "
+                "decode are kept of replies that end by themselves"
+            )
+    return lines

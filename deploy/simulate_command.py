@@ -1,0 +1,204 @@
+"""`backhaul simulate`: policies and budgets on a trace or a workload, in virtual time."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from backhaul.deploy.arguments import each, file_or_folder, file_to_write, size_of_bytes
+from backhaul.protocols.errors import ConfigError
+from backhaul.transfer.strategies import Eviction
+
+if TYPE_CHECKING:
+    from backhaul.benchmarks.reuse.arms import Limits
+    from backhaul.benchmarks.reuse.trace import Turn
+
+
+def simulate(
+    trace: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[TRACE]", help="A trace; see docs/traces.md.", callback=each(file_or_folder)
+        ),
+    ] = None,
+    workload: Annotated[
+        str, typer.Option(metavar="NAME", help="Instead of a trace: a generated workload.")
+    ] = "",
+    trace_format: Annotated[
+        str, typer.Option("--format", metavar="NAME", help="The trace's format.")
+    ] = "auto",
+    requests: Annotated[
+        int, typer.Option(min=0, help="Use the first so many requests; 0: all.")
+    ] = 0,
+    generation_prefix: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            metavar="TOKENS",
+            help="Assume this many generation-only tokens at the end of prompts whose trace does "
+            "not give U_end; 0: no U_end there.",
+        ),
+    ] = 0,
+    policy: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="May be repeated; also `none`.")
+    ] = None,
+    capacity: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Of the store, may be repeated; 0: no limit.",
+            callback=each(size_of_bytes),
+        ),
+    ] = None,
+    admit_per_token: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Admitted bytes per prompt token, may be repeated.",
+            callback=each(size_of_bytes),
+        ),
+    ] = None,
+    eviction: Annotated[
+        list[Eviction] | None, typer.Option(help="Of the store; may be repeated.")
+    ] = None,
+    model: Annotated[
+        str, typer.Option(metavar="NAME", help="Shape of the model.")
+    ] = "qwen3.5-35b-a3b",
+    routing: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="sticky (P_end present), round_robin, forget (absent)."),
+    ] = None,
+    cluster: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="A figure of the cluster; may be repeated."),
+    ] = None,
+    size: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="A size of the workload; may be repeated."),
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Of a workload, with other seeds.")] = 1,
+    seed: Annotated[int, typer.Option(help="Of the workload.")] = 0,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Append results as JSON lines.", callback=each(file_to_write)
+        ),
+    ] = None,
+) -> None:
+    """Simulate a P/D cluster; `backhaul report` reads what --output writes."""
+    if bool(trace) == bool(workload):
+        raise ConfigError("give a TRACE, or --workload NAME")
+
+    from contextlib import ExitStack
+
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    from backhaul.benchmarks.reuse.arms import (
+        Finished,
+        arms_table,
+        plan,
+        policy_named,
+        run_arms,
+        with_settings,
+    )
+    from backhaul.benchmarks.reuse.deployment import Deployment, Routing
+    from backhaul.benchmarks.reuse.model_shape import preset
+    from backhaul.benchmarks.reuse.record import write_results
+
+    name = workload or (trace.stem if trace else "")
+    shape = preset(model)
+    for text in routing or ():
+        if text not in list(Routing):
+            raise ConfigError(f"unknown routing {text!r}; known: {', '.join(Routing)}")
+    deployment = with_settings(Deployment(), cluster or (), "--cluster")
+    policies = [policy_named(text) for text in policy or ("none", "both")]
+    routings = [Routing(text) for text in routing or (Routing.STICKY, Routing.ROUND_ROBIN)]
+    evictions = eviction or [Eviction.LRU]
+    arms = []
+    workloads: dict[int, list[Turn]] = {}
+    for repeat in range(repeats if workload else 1):
+        workloads[repeat] = _turns(trace, workload, trace_format, size or (), seed + repeat)
+        if requests:
+            workloads[repeat] = workloads[repeat][:requests]
+        if generation_prefix:
+            workloads[repeat] = [_with_u_end(t, generation_prefix) for t in workloads[repeat]]
+        arms += plan(
+            name,
+            shape,
+            deployment,
+            policies=policies,
+            budgets=_budgets(capacity or (), admit_per_token or ()),
+            evictions=evictions,
+            routings=routings,
+            repeat=repeat,
+        )
+
+    console = Console(stderr=True)
+    finished: list[Finished] = []
+    with ExitStack() as stack:
+        file = stack.enter_context(output.open("ab")) if output else None
+        progress = stack.enter_context(
+            Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                console=console,
+                transient=True,
+            )
+        )
+        every = progress.add_task("arms", total=len(arms))
+        for experiment in arms:
+            turns = workloads[experiment.repeat]
+            task = progress.add_task(experiment.arm.policy, total=len(turns))
+            step = max(len(turns) // 200, 1)
+
+            def told(_: object, done: int, task: object = task, step: int = step) -> None:
+                if done % step == 0:
+                    progress.update(task, completed=done)  # type: ignore[arg-type]
+
+            for one in run_arms([experiment], turns, told):
+                if file is not None:
+                    write_results([*one.results, one.arm], file)
+                finished.append(one)
+            progress.remove_task(task)
+            progress.advance(every)
+    Console(width=None if sys.stdout.isatty() else 140).print(
+        arms_table(finished, f"{name}, {len(workloads[0]):,} requests, {model}")
+    )
+
+
+def _turns(
+    trace: Path | None,
+    workload_name: str,
+    trace_format: str,
+    size: list[str] | tuple[()],
+    seed: int,
+) -> list[Turn]:
+    from backhaul.benchmarks.reuse.arms import with_settings
+    from backhaul.benchmarks.reuse.workloads import Sizes, workload
+    from backhaul.benchmarks.traces import open_trace
+
+    if trace is not None:
+        return sorted(open_trace(trace, trace_format), key=lambda turn: turn.arrival_s)
+    return workload(workload_name, with_settings(Sizes(), size, "--size"), seed=seed)
+
+
+def _with_u_end(turn: Turn, generation_prefix: int) -> Turn:
+    import msgspec
+
+    if turn.u_end is not None or turn.prompt_tokens <= generation_prefix:
+        return turn
+    return msgspec.structs.replace(turn, u_end=turn.prompt_tokens - generation_prefix)
+
+
+def _budgets(capacities: list[str] | tuple[()], admitted: list[str] | tuple[()]) -> list[Limits]:
+    from backhaul.benchmarks.reuse.arms import Limits
+    from backhaul.transfer.daemon.settings import parse_bytes
+
+    budgets = [Limits(capacity=0 if text == "0" else parse_bytes(text)) for text in capacities]
+    budgets += [Limits(admit_per_token=parse_bytes(text)) for text in admitted]
+    return budgets or [Limits()]

@@ -1,0 +1,250 @@
+"""The simulator: its books, and hits that can be told beforehand."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from backhaul.benchmarks.reuse.deployment import Deployment, Routing
+from backhaul.benchmarks.reuse.model_shape import PRESETS, preset
+from backhaul.benchmarks.reuse.record import ArmResult, EndFate, RequestResult
+from backhaul.benchmarks.reuse.simulator import Experiment, Simulator
+from backhaul.benchmarks.reuse.trace import Span, Turn
+from backhaul.benchmarks.reuse.workloads import WORKLOADS, Sizes, workload
+from backhaul.protocols.checkpoint import CheckpointKind
+from backhaul.protocols.errors import ConfigError
+from backhaul.protocols.options import Policy
+
+TINY = preset("tiny-hybrid")
+B = TINY.grid
+SMALL = Sizes(
+    conversations=5, turns=3, system=300, user=60, reasoning=120, reply=70, tool_result=80
+)
+ALONE = Deployment(prefill_workers=1, routing=Routing.FORGET)
+POLICIES: list[Policy | None] = [None, *Policy]
+
+
+def run(
+    trace: list[Turn],
+    policy: Policy | None = Policy.BOTH,
+    deployment: Deployment = ALONE,
+    **more: object,
+) -> tuple[list[RequestResult], ArmResult, Simulator]:
+    """Run and check the books."""
+    simulator = Simulator(
+        Experiment(workload="w", shape=TINY, deployment=deployment, policy=policy, **more)  # type: ignore[arg-type]
+    )
+    results, arm = simulator.run(trace)
+    simulator.check()
+    assert len(results) == len(trace) == arm.requests
+    return results, arm, simulator
+
+
+def total_hits(results: list[RequestResult]) -> int:
+    return sum(result.hit_tokens for result in results)
+
+
+@pytest.mark.parametrize("routing", Routing)
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_the_books_agree(name: str, routing: Routing) -> None:
+    trace = workload(name, SMALL, seed=3)
+    known = {turn.request: turn for turn in trace}
+    for policy in POLICIES:
+        deployment = Deployment(prefill_workers=3, routing=routing)
+        results, arm, _ = run(trace, policy, deployment)
+        again, same_arm, _ = run(trace, policy, deployment)
+        assert (again, same_arm) == (results, arm), "equal arguments give equal results"
+        ended = {r.request: r.arrival_s + r.residency_s for r in results}
+        for result in results:
+            turn = known[result.request]
+            assert result.prompt_tokens == turn.prompt_tokens - 1
+            assert result.recomputed_tokens >= 1 and result.loaded_tokens >= 0
+            assert result.hit_tokens % B == 0
+            assert (result.loaded_tokens > 0) is bool(result.selected)
+            assert all(hit < result.hit_tokens for hit in result.without.values())
+            assert 0 < result.ttft_s <= result.residency_s
+            assert 0 <= result.saved_flops < result.prefill_flops
+            selected = [
+                result.decode_end, result.input_end, result.prompt_end
+            ].count(EndFate.SELECTED)  # fmt: skip
+            assert not selected or result.selected
+            assert result.arrival_s >= turn.arrival_s
+            if turn.after:
+                assert result.arrival_s >= ended[turn.after]
+            if policy is None:
+                assert not result.loaded_tokens
+        kinds = arm.kinds.values()
+        # A checkpoint changes its name where a second end joins it: only the sums are equal.
+        assert sum(k.logical - k.duplicates for k in kinds) == sum(k.created for k in kinds)
+        for kind in kinds:
+            assert kind.state_bytes == kind.created * TINY.state_bytes
+
+
+@pytest.mark.parametrize("policy", [Policy.DECODE_END, Policy.BOTH])
+def test_a_replay_resumes_at_d_end(policy: Policy) -> None:
+    results, _, _ = run(workload("full_replay", SMALL), policy)
+    assert sum(bool(r.relation.continuation) for r in results) == 5 * 2
+    for result in results:
+        assert result.loaded_tokens == result.relation.decode_end, result
+        if result.relation.continuation:
+            assert result.decode_end is EndFate.SELECTED and result.producer_age == 1
+
+
+def test_a_rewritten_reply_resumes_at_u_end_or_nowhere() -> None:
+    trace = workload("reasoning_dropped", SMALL)
+    for policy in (Policy.INPUT_END, Policy.BOTH):
+        for result in run(trace, policy)[0]:
+            assert result.loaded_tokens == result.relation.input_end
+            if result.relation.continuation:
+                assert result.decode_end is EndFate.REWRITTEN
+                assert result.input_end is EndFate.SELECTED
+    assert total_hits(run(trace, Policy.DECODE_END)[0]) == 0
+
+
+def test_sticky_routing_finds_p_end_where_it_can_be_reached() -> None:
+    sticky = Deployment(prefill_workers=3, routing=Routing.STICKY)
+    for result in run(workload("full_replay", SMALL), None, sticky)[0]:
+        assert result.local_tokens == result.relation.prompt_end
+    # The generation prefix is rewritten: P_end matches only where it lies before it, and else
+    # that of an earlier turn.
+    unreachable = 0
+    for result in run(workload("reasoning_dropped", SMALL), None, sticky)[0]:
+        if CheckpointKind.PROMPT_END in result.relation.rewritten:
+            unreachable += 1
+            assert result.local_tokens < result.relation.input_end
+        else:
+            assert result.local_tokens == result.relation.prompt_end
+    assert unreachable
+
+
+def test_elsewhere_nothing_is_found_without_a_store() -> None:
+    assert total_hits(run(workload("mixed", SMALL), None)[0]) == 0
+
+
+@given(seed=st.integers(0, 10_000), name=st.sampled_from(WORKLOADS), sticky=st.booleans())
+@settings(max_examples=10, deadline=None)
+def test_no_policy_loses_to_none_without_pressure(seed: int, name: str, sticky: bool) -> None:
+    sizes = msgspec.structs.replace(SMALL, conversations=3)
+    trace = workload(name, sizes, seed=seed)
+    routing = Routing.STICKY if sticky else Routing.FORGET
+    deployment = Deployment(prefill_workers=1, routing=routing)
+    nothing = total_hits(run(trace, None, deployment)[0])
+    for policy in (Policy.INPUT_END, Policy.DECODE_END, Policy.BOTH):
+        assert total_hits(run(trace, policy, deployment)[0]) >= nothing
+
+
+@given(seed=st.integers(0, 10_000), name=st.sampled_from(WORKLOADS))
+@settings(max_examples=6, deadline=None)
+def test_both_ends_find_what_either_finds(seed: int, name: str) -> None:
+    """Per request, with room for everything and all of it published in time."""
+    trace = workload(name, msgspec.structs.replace(SMALL, conversations=3), seed=seed)
+    both, one, other = (
+        {r.request: r.hit_tokens for r in run(trace, policy)[0]}
+        for policy in (Policy.BOTH, Policy.INPUT_END, Policy.DECODE_END)
+    )
+    assert all(both[name] >= max(one[name], other[name]) for name in both)
+
+
+def test_pressure_stays_within_the_capacity_and_is_counted() -> None:
+    trace = workload("full_replay", SMALL)
+    free, roomy, _ = run(trace)
+    capacity = roomy.peak_used_bytes // 4
+    results, arm, simulator = run(trace, capacity_bytes=capacity)
+    assert arm.peak_used_bytes <= capacity
+    assert sum(kind.evicted for kind in arm.kinds.values()) > 0
+    assert total_hits(results) < total_hits(free)
+    assert simulator.store is not None
+    assert simulator.store.index.counters["evictions_capacity"] > 0
+
+
+def test_a_store_smaller_than_a_checkpoint_costs_misses_only() -> None:
+    results, arm, _ = run(workload("full_replay", SMALL), capacity_bytes=TINY.state_bytes)
+    assert total_hits(results) == 0 and arm.refused > 0
+
+
+def test_a_small_worker_keeps_less() -> None:
+    trace = workload("full_replay", SMALL)
+    ample = run(trace, None, Deployment(prefill_workers=1, routing=Routing.STICKY))[0]
+    one_prompt = 60 * TINY.block_bytes
+    tight = Deployment(prefill_workers=1, routing=Routing.STICKY, local_bytes=one_prompt)
+    assert total_hits(run(trace, None, tight)[0]) < total_hits(ample)
+    # Shorter than one prompt: it still runs, alone.
+    run(trace, None, Deployment(prefill_workers=1, local_bytes=4 * TINY.block_bytes))
+    run(trace, Policy.BOTH, Deployment(prefill_workers=1, local_bytes=4 * TINY.block_bytes))
+
+
+def test_queues_show_in_the_time_to_first_token() -> None:
+    trace = workload("full_replay", msgspec.structs.replace(SMALL, conversations=20, turns=1))
+    slow, more = (
+        Deployment(prefill_workers=n, routing=Routing.ROUND_ROBIN, prefill_flops_per_s=1e9)
+        for n in (1, 10)
+    )
+    mean = [sum(r.ttft_s for r in run(trace, Policy.BOTH, d)[0]) / 20 for d in (slow, more)]
+    assert mean[0] > 5 * mean[1]
+    slots = Deployment(decode_workers=1, decode_slots=1)
+    assert run(trace, None, slots)[1].seconds > 20 * 0.02 * 70
+
+
+def loop(reply: int = 200) -> list[Turn]:
+    """A reply and the tool result that comes back at once."""
+    prompt = (Span("p", 0, 320),)
+    output = (Span("o", 0, reply),)
+    return [
+        Turn(request="a", prompt=prompt, output=output),
+        Turn(
+            request="b",
+            after="a",
+            prompt=(*prompt, *output, Span("t", 0, 40)),
+            output=(Span("q", 0, 5),),
+        ),
+    ]
+
+
+def test_an_agent_that_comes_back_at_once_waits_for_the_publication() -> None:
+    results, _, _ = run(loop())
+    assert results[1].decode_end is EndFate.SELECTED
+    # A link on which the state alone takes longer than the bounded wait.
+    slow = msgspec.structs.replace(ALONE, write_bytes_per_s=TINY.state_bytes * 2.0)
+    results, _, _ = run(loop(), deployment=slow)
+    assert results[1].decode_end is EndFate.UNUSABLE and results[1].reason == "uncommitted"
+    assert results[1].ttft_s < 0.5
+
+
+def test_a_junction_is_learnt_at_the_second_request() -> None:
+    system = Span("system", 0, 20 * B)
+    trace = [
+        Turn(
+            request=f"r{i}",
+            arrival_s=i * 60.0,
+            prompt=(system, Span(f"u{i}", 0, 3 * B)),
+            output=(Span(f"o{i}", 0, 5),),
+        )
+        for i in range(4)
+    ]
+    sticky = Deployment(prefill_workers=1, routing=Routing.STICKY)
+    for policy in (None, Policy.BOTH):
+        hits = [r.hit_tokens for r in run(trace, policy, sticky)[0]]
+        assert hits == [0, 0, 20 * B, 20 * B]
+
+
+@pytest.mark.parametrize("field", ["prefill_workers", "decode_slots", "write_bytes_per_s"])
+def test_an_impossible_deployment_is_named(field: str) -> None:
+    with pytest.raises(ConfigError, match=field):
+        Deployment(**{field: 0})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_state_fits_the_page_of_one_block(name: str) -> None:
+    shape = preset(name)
+    assert shape.state_bytes <= shape.state_pages * shape.block_bytes
+    assert shape.grid % 16 == 0 and shape.source and shape.assumed
+    assert shape.prefill_flops(0, 100) == pytest.approx(
+        shape.prefill_flops(0, 40) + shape.prefill_flops(40, 100)
+    )
+
+
+def test_an_unknown_model_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"'gpt'; presets: qwen3\.5-35b-a3b"):
+        preset("gpt")

@@ -1,0 +1,308 @@
+"""Layouts of model families from the KV cache specs that vLLM's own layers give, without running
+them: what a family's checkpoint consists of, and that its objects are exactly its states' bytes.
+
+This is how families are covered that no CPU can serve (see docs/groups.md): KDA, and Mamba-2 with
+states that kernels export from inside a chunk.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import torch
+from vllm.config import (
+    CacheConfig,
+    KVTransferConfig,
+    ModelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
+from vllm.model_executor.layers.mamba import mamba_mixer2, short_conv
+from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedDeltaNetAttention
+from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
+from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheLayout,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.worker.utils import allocate_kv_cache
+
+from backhaul.connector.engine import EngineFacts, engine_facts
+from backhaul.connector.regions import GroupRegions, memory_regions
+from backhaul.protocols.errors import UnsupportedError
+from backhaul.protocols.layout import GroupKind, checkpoint_objects
+
+BLOCK = 32
+PAGE = 65536
+"""Bytes of every page: recurrent ones are padded to it, as vLLM pads them to attention's."""
+
+
+def layer(kind: type, **fields: Any) -> Any:
+    """A layer of ``kind`` as far as its cache spec needs one: no weights, no kernels."""
+    made = kind.__new__(kind)
+    for name, value in fields.items():
+        object.__setattr__(made, name, value)
+    return made
+
+
+def kda(config: VllmConfig) -> Any:
+    """Kimi-Linear: one convolution over q, k and v, and a state of head_dim x head_dim a head."""
+    return layer(
+        KimiGatedDeltaNetAttention, tp_size=1, num_heads=2, head_dim=64, conv_size=4, num_spec=0,
+        model_config=config.model_config, cache_config=config.cache_config,
+    )  # fmt: skip
+
+
+def gated_delta_net(config: VllmConfig) -> Any:
+    """Qwen3.5 and Qwen3-Next."""
+    return layer(
+        QwenGatedDeltaNetAttention, tp_size=1, num_k_heads=1, num_v_heads=2, head_k_dim=64,
+        head_v_dim=64, conv_kernel_size=4, num_spec=0, model_config=config.model_config,
+        cache_config=config.cache_config,
+    )  # fmt: skip
+
+
+def mamba_2(config: VllmConfig) -> Any:
+    """Nemotron-H, Falcon-H1, Granite 4, Bamba."""
+    return layer(
+        mamba_mixer2.MambaMixer2, use_replayssm=False, intermediate_size=64, n_groups=1,
+        num_heads=4, head_dim=16, ssm_state_size=64, conv_kernel_size=4, num_spec=0,
+        model_config=config.model_config, cache_config=config.cache_config,
+    )  # fmt: skip
+
+
+def short_convolution(config: VllmConfig) -> Any:
+    """LFM2: the only state is the last inputs."""
+    return layer(
+        short_conv.ShortConv, conv_dim=256, L_cache=3, num_spec=0, model_config=config.model_config,
+        cache_config=config.cache_config,
+    )  # fmt: skip
+
+
+def full(config: VllmConfig) -> FullAttentionSpec:
+    """A page of exactly ``PAGE`` bytes."""
+    return FullAttentionSpec(block_size=BLOCK, num_kv_heads=4, head_size=128, dtype=torch.bfloat16)
+
+
+def latent(config: VllmConfig) -> MLAAttentionSpec:
+    """MLA: one latent for all heads."""
+    return MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1024, dtype=torch.bfloat16)
+
+
+def window(config: VllmConfig) -> SlidingWindowSpec:
+    """Of 100 tokens."""
+    return SlidingWindowSpec(
+        block_size=BLOCK, num_kv_heads=4, head_size=128, dtype=torch.bfloat16, sliding_window=100
+    )
+
+
+Make = Callable[[VllmConfig], Any]
+FAMILIES: dict[str, tuple[Make, ...]] = {
+    "Kimi-Linear (KDA, MLA)": (kda, kda, kda, latent),
+    "Qwen3.5": (gated_delta_net, gated_delta_net, gated_delta_net, full),
+    "Nemotron-H (Mamba-2)": (mamba_2, mamba_2, mamba_2, full),
+    "LFM2": (short_convolution, short_convolution, full),
+    "Gemma-3": (window, window, window, window, window, full),
+}
+RECURRENT = [name for name, layers in FAMILIES.items() if layers[0] not in (full, latent, window)]
+
+
+@dataclass(frozen=True)
+class Cache:
+    """An engine's cache in ordinary memory, as its worker holds it."""
+
+    facts: EngineFacts
+    config: Any
+    layers: Mapping[str, Any]  # recurrent layers, bound to their states
+    tensors: Mapping[str, torch.Tensor]
+
+    def regions(self, group: int) -> GroupRegions:
+        """As the worker half builds them."""
+        names = self.config.kv_cache_groups[group].layer_names
+        return GroupRegions([self.tensors[name] for name in names], self.config.num_blocks)
+
+
+@pytest.fixture(autouse=True)
+def _one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These layers ask vLLM's process groups, of which there are none here."""
+    for module in (mamba_mixer2, short_conv):
+        monkeypatch.setattr(module, "get_tensor_model_parallel_world_size", lambda: 1)
+
+
+@pytest.fixture(scope="module")
+def vllm_config(tmp_path_factory: pytest.TempPathFactory) -> VllmConfig:
+    folder = tmp_path_factory.mktemp("model")
+    model = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 512,
+        "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4,
+        "num_key_value_heads": 4, "vocab_size": 1024, "max_position_embeddings": 4096,
+        "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(model))
+    config = VllmConfig(
+        model_config=ModelConfig(
+            model=str(folder), tokenizer=str(folder), skip_tokenizer_init=True, dtype="bfloat16",
+            seed=0, max_model_len=1024,
+        ),
+        cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=True,
+                                 mamba_cache_mode="align", mamba_block_size=BLOCK),
+        scheduler_config=SchedulerConfig(
+            max_num_batched_tokens=64, max_num_seqs=4, max_model_len=1024,
+            enable_chunked_prefill=True, is_encoder_decoder=False,
+        ),
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="BackhaulConnector", kv_connector_module_path="backhaul.connector",
+            kv_role="kv_both", engine_id="engine",
+        ),
+    )  # fmt: skip
+    config.cache_config.mamba_block_size = BLOCK
+    config.cache_config.mamba_page_size_padded = PAGE
+    config.cache_config.kv_cache_layout = "LBHNC"
+    return config
+
+
+@pytest.fixture(params=list(FAMILIES))
+def cache(
+    request: pytest.FixtureRequest, vllm_config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> Cache:
+    """A family's cache, laid out and allocated by vLLM."""
+    layers, specs = {}, {}
+    for i, make in enumerate(FAMILIES[request.param]):
+        made = make(vllm_config)
+        name = f"model.layers.{i}"
+        if isinstance(made, torch.nn.Module):
+            layers[name] = made
+            specs[name] = made.get_kv_cache_spec(vllm_config)
+        else:
+            specs[name] = made
+    monkeypatch.setattr(vllm_config.cache_config, "mamba_cache_mode", "align" if layers else "none")
+    (config,) = get_kv_cache_configs(vllm_config, [specs], [64 * PAGE * len(specs)])
+    tensors = allocate_kv_cache(config, torch.device("cpu"), KVCacheLayout.LBHNC)
+    for name, one in layers.items():
+        one.bind_kv_cache(tensors[name])
+    return Cache(engine_facts(vllm_config, config), config, layers, tensors)
+
+
+def read(regions: GroupRegions, block: int) -> bytes:
+    return b"".join(ctypes.string_at(a, n) for a, n in regions.segments(block).tolist())
+
+
+def write(regions: GroupRegions, block: int, payload: bytes) -> None:
+    for address, nbytes in regions.segments(block).tolist():
+        ctypes.memmove(address, payload[:nbytes], nbytes)
+        payload = payload[nbytes:]
+
+
+def states(cache: Cache, group: int, block: int) -> bytes:
+    """What the group's layers would read as their states in ``block``."""
+    names = cache.config.kv_cache_groups[group].layer_names
+    return b"".join(
+        state[block].contiguous().view(torch.uint8).numpy().tobytes()
+        for name in names
+        for state in cache.layers[name].kv_cache
+    )
+
+
+def test_a_checkpoint_is_one_state_or_the_blocks_below_it(cache: Cache) -> None:
+    layout = cache.facts.layout
+    assert layout.boundary_tokens == layout.hash_tokens == BLOCK
+    hashes = [bytes([i]) * 32 for i in range(6)]
+    found = checkpoint_objects(layout, 5 * BLOCK, hashes)
+    expected = {GroupKind.RECURRENT: [4], GroupKind.FULL: [0, 1, 2, 3, 4],
+                GroupKind.WINDOW: [1, 2, 3, 4]}  # fmt: skip
+    for group in layout.groups:
+        blocks = [hashes.index(name) for index, name in found if index == group.index]
+        assert blocks == expected[group.kind]
+
+
+def test_what_is_announced_is_what_lies_in_memory(cache: Cache) -> None:
+    """Sizes that the scheduler half plans with are those of the worker half's segments."""
+    total = memory_regions(cache.tensors)
+    assert len(total) == 1
+    for index, nbytes in cache.facts.object_bytes.items():
+        regions = cache.regions(index)
+        assert regions.object_bytes == nbytes
+        for block in (1, regions.num_blocks - 1):
+            for address, size in regions.segments(block).tolist():
+                assert total[0].address <= address
+                assert address + size <= total[0].address + total[0].nbytes
+
+
+def test_blocks_of_a_group_do_not_overlap(cache: Cache) -> None:
+    for group in cache.facts.layout.groups:
+        regions = cache.regions(group.index)
+        runs = sorted(
+            tuple(run) for b in range(1, regions.num_blocks) for run in regions.segments(b).tolist()
+        )
+        assert all(a + n <= b for (a, n), (b, _) in itertools.pairwise(runs))
+
+
+@pytest.mark.parametrize("cache", RECURRENT, indirect=True)
+def test_an_object_is_exactly_the_layers_states(cache: Cache) -> None:
+    generator = torch.Generator().manual_seed(7)
+    for group in cache.facts.layout.groups:
+        if group.kind is not GroupKind.RECURRENT:
+            continue
+        regions = cache.regions(group.index)
+        for name in cache.config.kv_cache_groups[group.index].layer_names:
+            for state in cache.layers[name].kv_cache:
+                state[3] = torch.randn(state[3].shape, generator=generator).to(state.dtype)
+        payload = read(regions, 3)
+        assert payload == states(cache, group.index, 3)
+        assert len(payload) == regions.object_bytes and any(payload)
+
+
+@pytest.mark.parametrize("cache", RECURRENT, indirect=True)
+def test_a_state_put_into_another_block_is_that_state_and_nothing_else_changes(
+    cache: Cache,
+) -> None:
+    for group in cache.facts.layout.groups:
+        regions = cache.regions(group.index)
+        payload = bytes(i % 251 for i in range(regions.object_bytes))
+        others = {
+            (g.index, b): read(cache.regions(g.index), b)
+            for g in cache.facts.layout.groups
+            for b in (4, 6)
+        }
+        write(regions, 5, payload)
+        assert read(regions, 5) == payload
+        if group.kind is GroupKind.RECURRENT:
+            assert states(cache, group.index, 5) == payload
+        for (index, block), before in others.items():
+            assert read(cache.regions(index), block) == before
+
+
+def test_kimi_linear_names_its_parts(vllm_config: VllmConfig) -> None:
+    """Three recurrent groups or one, and one latent group that all ranks hold alike."""
+    spec = kda(vllm_config).get_kv_cache_spec(vllm_config)
+    assert isinstance(spec, MambaSpec)
+    # q, k and v of two heads of 64, three inputs deep; one 64 x 64 state a head.
+    assert sorted(spec.shapes[0]) == [3, 3 * 2 * 64] and spec.shapes[1] == (2, 64, 64)
+    assert spec.dtypes == (torch.bfloat16, torch.float32)
+
+
+def test_mamba_2_can_export_a_state_from_inside_a_chunk(vllm_config: VllmConfig) -> None:
+    """vLLM then cuts no chunk at a prompt's end; see ``Publisher._is_kept``."""
+    spec = mamba_2(vllm_config).get_kv_cache_spec(vllm_config)
+    assert (spec.num_prefill_checkpoint_blocks, spec.prefill_checkpoint_alignment) == (1, 1)
+
+
+def test_align_mode_without_a_recurrent_layer_ends_the_start(vllm_config: VllmConfig) -> None:
+    """vLLM's V1 runner would fail in every engine's first step ("no mamba layers in the model")."""
+    specs = {"model.layers.0": full(vllm_config)}
+    (config,) = get_kv_cache_configs(vllm_config, [specs], [64 * PAGE])
+    assert not vllm_config.use_v2_model_runner
+    with pytest.raises(UnsupportedError, match="no layer of this model is recurrent"):
+        engine_facts(vllm_config, config)

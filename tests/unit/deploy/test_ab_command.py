@@ -1,0 +1,99 @@
+"""`backhaul ab`: tables for one arm and two, JSON, remarks, and one line for what is wrong."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from backhaul.deploy import cli
+from backhaul.proxy.fake_engine import FakeEngine
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs the command as from a shell; returns exit code, standard output, standard error."""
+
+    def call(*arguments: str | Path) -> tuple[int, str, str]:
+        monkeypatch.setenv("COLUMNS", "160")
+        monkeypatch.setattr(sys, "argv", ["backhaul", "ab", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        shown = capsys.readouterr()
+        code = ended.value.code
+        return code if isinstance(code, int) else 0, shown.out, shown.err
+
+    return call
+
+
+@pytest.fixture
+def engines() -> Iterator[tuple[FakeEngine, FakeEngine]]:
+    with FakeEngine("a") as one, FakeEngine("b") as two:
+        yield one, two
+
+
+QUICK = ("--turns", "2", "--max-tokens", "3", "--pause", "0")
+
+
+def test_one_arm(run: Any, engines: Any) -> None:
+    code, out, err = run("--a", engines[0].url, *QUICK)
+    assert (code, err) == (0, "")
+    assert f"A: {engines[0].url}/v1 (fake)" in out
+    assert "A against B" not in out
+    assert "it has met this dialogue before" in out
+
+
+def test_two_arms_are_compared_and_written(run: Any, engines: Any, tmp_path: Path) -> None:
+    one, two = engines
+    one.cached_tokens, two.cached_tokens = 50, 0
+    questions = tmp_path / "questions.json"
+    questions.write_text('["first", "second"]')
+    target = tmp_path / "out.json"
+    arguments = ("--a", one.url, "--b", two.url, "--questions", questions, "--out", target)
+    code, out, _ = run(*arguments, *QUICK, "--extra", '{"seed": 5}')
+    assert code == 0
+    assert "A against B" in out and "same" in out
+    a, b = json.loads(target.read_text())["arms"]
+    assert (a["cached_tokens"], b["cached_tokens"]) == (100, 0)
+    assert a["cached_share"] == 100 / a["prompt_tokens"]
+    assert [r["digest"] for r in a["requests"]] == [r["digest"] for r in b["requests"]]
+    assert [seen.body["seed"] for seen in two.seen] == [5, 5]
+    assert one.seen[1].body["messages"][-1]["content"] == "second"
+    code, printed, _ = run(*arguments, *QUICK, "--json")
+    assert json.loads(printed)["arms"][0]["cached_tokens"] == 100
+
+
+def test_figures_that_mean_something_else_are_remarked_on(run: Any, engines: Any) -> None:
+    """The stand-in ends replies at their limit."""
+    engines[0].cached_tokens = None
+    _, out, _ = run("--a", engines[0].url, *QUICK)
+    assert "--enable-prompt-tokens-details" in out
+    assert "A cut 2 replies at --max-tokens" in out
+
+
+def test_a_server_that_is_not_there_is_one_line(run: Any) -> None:
+    code, out, err = run("--a", "http://127.0.0.1:1", "--model", "m")
+    assert (code, out) == (1, "")
+    assert err.startswith("backhaul: error: http://127.0.0.1:1/v1/chat/completions cannot be asked")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--extra", "[]"), "--extra '[]' is no JSON object"),
+        (("--extra", "{"), "--extra '{' is no JSON: "),
+        (("--timeout", "inf"), "--pause and --timeout must be finite"),
+        (("--reset-b", "http://x"), "--reset-b without --b: there is no second server"),
+        (("--questions", "/dev/null"), "--questions '/dev/null' cannot be read"),
+    ],
+)
+def test_wrong_options_are_one_line(run: Any, arguments: tuple[str, ...], message: str) -> None:
+    code, out, err = run("--a", "http://127.0.0.1:1", *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"backhaul: error: {message}")
+    assert err.count("\n") == 1

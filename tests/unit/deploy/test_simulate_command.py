@@ -1,0 +1,70 @@
+"""`backhaul simulate`: results as lines, a row per arm, and errors that say what to write."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from backhaul.benchmarks.reuse.record import ArmResult, RequestResult, read_results
+from backhaul.deploy.cli import app
+from backhaul.protocols.errors import ConfigError
+
+SMALL = ["--size", "conversations=2", "--size", "turns=2", "--model", "tiny-hybrid"]
+
+
+def simulate(*args: str) -> str:
+    """What the command prints; raises what it raises."""
+    result = CliRunner().invoke(app, ["simulate", *args], catch_exceptions=False)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_every_arm_is_run_and_written(tmp_path: Path) -> None:
+    output = tmp_path / "results.jsonl"
+    printed = simulate(
+        *("--workload", "full_replay", *SMALL, "--repeats", "2", "--output", str(output)),
+        *("--policy", "none", "--policy", "both", "--capacity", "0", "--capacity", "64MiB"),
+    )
+    results = list(read_results(output))
+    arms = [r for r in results if isinstance(r, ArmResult)]
+    assert len(arms) == 2 * 2 * 2 * 2 == len({arm.arm for arm in arms})
+    assert sum(isinstance(r, RequestResult) for r in results) == 16 * 4
+    assert printed.count("both") == 8
+
+
+def test_a_trace_is_read_and_u_end_assumed(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(
+        '{"request":"a","prompt":[["s",0,500]],"output":[["a",0,90]]}\n'
+        '{"request":"b","after":"a","prompt":[["s",0,490],["t",0,60]],"output":[["b",0,9]]}\n'
+    )
+    output = tmp_path / "results.jsonl"
+    simulate(
+        *(str(trace), "--model", "tiny-hybrid", "--policy", "both", "--routing", "forget"),
+        *("--generation-prefix", "10", "--output", str(output)),
+    )
+    second = [r for r in read_results(output) if isinstance(r, RequestResult)][1]
+    assert (second.selected, second.loaded_tokens) == ("input_end", 480)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ((), "TRACE, or --workload"),
+        (("--workload", "x"), "unknown workload 'x'"),
+        (("--workload", "mixed", "--policy", "x"), "unknown policy 'x'"),
+        (("--workload", "mixed", "--model", "x"), "unknown model 'x'"),
+        (("--workload", "mixed", "--routing", "x"), "unknown routing 'x'"),
+        (("--workload", "mixed", "--size", "turns"), "--size 'turns': write NAME=VALUE"),
+        (("--workload", "mixed", "--size", "turns=x"), "--size: Expected `int`"),
+        (("--workload", "mixed", "--cluster", "decode_slots=0"), "decode_slots is 0"),
+    ],
+)
+def test_what_is_wrong_is_named(args: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        simulate(*args)
+    assert message in str(raised.value) and "\n" not in str(raised.value)

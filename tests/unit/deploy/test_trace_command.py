@@ -1,0 +1,89 @@
+"""`backhaul trace`: the table, the conversion, and one line for what cannot be read."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from backhaul.benchmarks.traces import open_trace
+from backhaul.deploy import cli
+
+LINES = (
+    {"timestamp": 0, "input_length": 1100, "output_length": 500, "hash_ids": [1, 2, 3]},
+    {"timestamp": 9, "input_length": 2000, "output_length": 40, "hash_ids": [1, 2, 4, 5]},
+)
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs the command as from a shell; returns exit code, standard output, standard error."""
+
+    def call(*arguments: str | Path) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["backhaul", "trace", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        shown = capsys.readouterr()
+        code = ended.value.code
+        return code if isinstance(code, int) else 0, shown.out, shown.err
+
+    return call
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    file = tmp_path / "trace.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in LINES))
+    return file
+
+
+def test_the_table_says_what_could_be_reused(run: Any, path: Path) -> None:
+    code, out, err = run(path)
+    assert (code, err) == (0, "")
+    assert "trace.jsonl (mooncake)" in out
+    assert "1,600 (51.6%)" in out
+
+
+def test_conversion_keeps_every_turn_and_may_replace_its_source(run: Any, path: Path) -> None:
+    before = list(open_trace(path))
+    _, first, _ = run("--json", path)
+    code, out, _ = run(path, "--out", path)
+    assert code == 0
+    assert "Wrote" in out
+    assert list(open_trace(path, "backhaul")) == before
+    _, second, _ = run("--json", path)
+    assert json.loads(second) | {"format": "mooncake"} == json.loads(first)
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+
+
+def test_malformed_lines_stop_it_or_are_counted(run: Any, path: Path) -> None:
+    path.write_text(path.read_text() + '{"timestamp": 1}\n')
+    target = path.with_name("out.jsonl")
+    code, out, err = run(path, "--out", target)
+    assert (code, out) == (2, "")
+    assert err == f"backhaul: error: {path}:3: input_length None: the field is missing\n"
+    assert not target.exists()
+    code, out, _ = run(path, "--skip-malformed", "--out", target)
+    assert code == 0
+    assert "Skipped 1 malformed: missing 1" in out
+    assert len(list(open_trace(target))) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--format", "parquet"), "format 'parquet' is not known: give auto, backhaul, mooncake"),
+        (("--out", "/dev/null/x"), "--out '/dev/null/x' cannot be written"),
+        (("--tokenizer", "/dev/null"), "tokenizer '/dev/null' cannot be read"),
+    ],
+)
+def test_wrong_options_are_one_line(
+    run: Any, path: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    code, out, err = run(path, *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"backhaul: error: {message}")
+    assert err.count("\n") == 1
