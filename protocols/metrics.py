@@ -117,6 +117,7 @@ PUBLICATION_REASON = Label(
         Reason.LEASE_EXPIRED,
         Reason.TIMEOUT,
         Reason.STORE_FULL,
+        Reason.OVER_BUDGET,
         Reason.DENIED,
         Reason.PIN_LIMIT,
         Reason.ABORTED,

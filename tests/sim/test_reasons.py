@@ -30,7 +30,7 @@ from backhaul.protocols.errors import (
 from backhaul.protocols.layout import GroupKind
 from backhaul.protocols.metrics import CANDIDATE_REASON, LOAD_REASON, PUBLICATION_REASON
 from backhaul.transfer.backends import wire
-from backhaul.transfer.base import CommitResult, Store, TransferResult, Written
+from backhaul.transfer.base import CommitResult, Grant, GrantStatus, Store, TransferResult, Written
 from backhaul.transfer.registry import open_store
 
 B = BLOCK
@@ -244,6 +244,25 @@ def refused(reserve: StoreError | None = None, write: Reason | None = None) -> S
     return scenario
 
 
+def over_budget(pair: Pair) -> dict[str, float]:
+    """The store admits no more bytes."""
+
+    def wrap(store: Store) -> Store:
+        reserve = store.reserve
+
+        def refuses(*args: Any, **more: Any) -> list[Grant]:
+            grants = reserve(*args, **more)
+            return [grant._replace(status=GrantStatus.OVER_BUDGET) for grant in grants]
+
+        store.reserve = refuses  # type: ignore[method-assign]
+        return store
+
+    engine = pair.engine(wrap=wrap)
+    engine.run(tokens(3 * B + 2, 1), 2 * B)
+    engine.check_idle()
+    return dict(engine.counters)
+
+
 def gone_ahead(pair: Pair) -> dict[str, float]:
     """The store lost what was sent ahead."""
 
@@ -330,6 +349,7 @@ PUBLICATIONS: dict[str, Scenario] = {
     Reason.LEASE_EXPIRED: refused(write=Reason.LEASE_EXPIRED),
     Reason.TIMEOUT: refused(write=Reason.TIMEOUT),
     Reason.STORE_FULL: refused(StoreFull("x")),
+    Reason.OVER_BUDGET: over_budget,
     Reason.DENIED: refused(StoreDenied("x")),
     Reason.PIN_LIMIT: no_room_for_pins,
     Reason.ABORTED: aborted,
