@@ -126,7 +126,10 @@ class Consumer:
             tracked.miss = answer.reason or next(inconsumable, None) or tracked.miss
             return Offer(known=True)
         match = usable[boundary]
-        tracked.offered = Load(boundary, local_tokens, match.kinds, match.age_s, match.producer)
+        source = answer.foreign.record if match.domain and answer.foreign else None
+        tracked.offered = Load(
+            boundary, local_tokens, match.kinds, match.age_s, match.producer, source
+        )
         return Offer(known=True, load=tracked.offered)
 
     def accept(self, tracked: TrackedRequest, table: BlockTable, external_tokens: int) -> None:
@@ -140,7 +143,7 @@ class Consumer:
                 self._catalog.drop(tracked.request_id)
             return
         self._count_lookup(tracked, "hit")
-        lease = self._catalog.take(tracked.request_id)
+        lease = self._catalog.take(tracked.request_id, foreign=load.source is not None)
         assert lease is not None  # granted with every consumable match
         blocks = tuple(self._blocks_to_fill(tracked, load, table))
         load.lease = lease
@@ -149,7 +152,9 @@ class Consumer:
         load.started = self._clock()
         tracked.loading = load
         self._open[load.job.job_id] = load
-        self._outbox.append(LoadJob(load.job.job_id, tracked.request_id, lease, blocks))
+        self._outbox.append(
+            LoadJob(load.job.job_id, tracked.request_id, lease, blocks, load.source)
+        )
 
     def drop(self, tracked: TrackedRequest) -> None:
         """The request ended: forget its lookup. A running load goes on until it is reported."""

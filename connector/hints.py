@@ -33,6 +33,8 @@ class RequestHints(msgspec.Struct, frozen=True, kw_only=True):
         tool_continuation, tools, reasoning, reasoning_kept, suffix_start: see ``Known``.
         rewrites: token ids with which a piece of the reply begins that the parser rewrites. Empty:
             it keeps all of it.
+        return_prompt_token_ids: the prompt's token ids go into the response, for APIs that have no
+            field for them.
         ends: the ends that another leg of the same request chose.
         rejected: names of fields whose value was ignored, to be counted.
     """
@@ -51,6 +53,7 @@ class RequestHints(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_kept: bool | None = None
     suffix_start: int | None = None
     rewrites: tuple[int, ...] | None = None
+    return_prompt_token_ids: bool = False
     ends: tuple[CheckpointKind, ...] | None = None
     rejected: tuple[str, ...] = ()
 
@@ -149,5 +152,6 @@ _FIELDS: dict[str, _Read] = {
     "reasoning_kept": _switch,
     "suffix_start": _position,
     "rewrites": _token_ids,
+    "return_prompt_token_ids": _switch,
     "ends": _kinds,
 }

@@ -10,6 +10,7 @@ from backhaul.connector.hints import RequestHints
 from backhaul.connector.jobs import Job
 from backhaul.connector.outcome import Answered, Outcome, shown
 from backhaul.protocols.checkpoint import CheckpointKind, LeaseId, PublicationId, Reason
+from backhaul.protocols.domain import DomainRecord
 from backhaul.protocols.policy import Choice, Policy
 from backhaul.protocols.record import Chosen, InputEnd, InputEndOutcome, RequestRecord
 
@@ -41,13 +42,15 @@ class Pin:
 
 @dataclass
 class Load:
-    """A load that was offered to vLLM; from ``lease`` on, set once vLLM took it."""
+    """A load that was offered to vLLM; from ``lease`` on, set once vLLM took it. ``source`` is the
+    checkpoint's domain where it is another than the engine's own."""
 
     boundary: int
     local_tokens: int
     kinds: tuple[CheckpointKind, ...]
     age_s: float = 0.0
     producer: str = ""
+    source: DomainRecord | None = None
     lease: LeaseId = field(default=LeaseId(""))
     block_ids: tuple[int, ...] = ()
     job: Job = field(default_factory=lambda: Job(0, 1, ""))

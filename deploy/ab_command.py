@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -11,6 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from backhaul.deploy.arguments import (
+    each,
+    file_to_read,
+    file_to_write,
+    http_url,
+    pause_of_seconds,
+    seconds,
+)
 from backhaul.protocols.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,21 +30,39 @@ TURNS_MAX = 1000
 
 def ab(
     a: Annotated[
-        str, typer.Option("--a", metavar="URL", help="An OpenAI-compatible server or proxy.")
+        str,
+        typer.Option(
+            "--a",
+            metavar="URL",
+            help="An OpenAI-compatible server or proxy.",
+            callback=each(http_url),
+        ),
     ],
     b: Annotated[
-        str, typer.Option("--b", metavar="URL", help="The one to compare with; default: none.")
+        str,
+        typer.Option(
+            "--b",
+            metavar="URL",
+            help="The one to compare with; default: none.",
+            callback=each(http_url),
+        ),
     ] = "",
     model: Annotated[
         str, typer.Option(metavar="NAME", help="Default: the first that each server lists.")
     ] = "",
-    turns: Annotated[int, typer.Option(metavar="N", min=1, max=TURNS_MAX)] = 5,
+    turns: Annotated[
+        int, typer.Option(metavar="N", min=1, max=TURNS_MAX, help="Turns of the dialogue.")
+    ] = 5,
     max_tokens: Annotated[
         int, typer.Option(metavar="N", min=1, help="Most tokens of a reply.")
     ] = 4096,
     questions: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="JSON array of what the user says, in turn."),
+        typer.Option(
+            metavar="FILE",
+            help="JSON array of what the user says, in turn.",
+            callback=each(file_to_read),
+        ),
     ] = None,
     tools: Annotated[
         bool, typer.Option(help="Offer a tool; a call is answered at the next turn.")
@@ -52,22 +77,35 @@ def ab(
             metavar="URL",
             help="Engine behind A that forgets its prefix cache before each turn, as if the turn "
             "met another worker (VLLM_SERVER_DEV_MODE=1); repeat.",
+            callback=each(http_url),
         ),
     ] = None,
     reset_b: Annotated[
-        list[str] | None, typer.Option(metavar="URL", help="The same behind B.")
+        list[str] | None,
+        typer.Option(metavar="URL", help="The same behind B.", callback=each(http_url)),
     ] = None,
     extra: Annotated[
         str, typer.Option(metavar="JSON", help="Object with further members of each request.")
     ] = "{}",
     pause: Annotated[
-        float, typer.Option(metavar="SECONDS", min=0.0, help="Between reply and next request.")
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            help="Between reply and next request.",
+            callback=each(pause_of_seconds),
+        ),
     ] = 1.0,
     timeout: Annotated[
-        float, typer.Option(metavar="SECONDS", min=0.001, help="Longest wait for the next byte.")
+        float,
+        typer.Option(
+            metavar="SECONDS", help="Longest wait for the next byte.", callback=each(seconds)
+        ),
     ] = 600.0,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also write the figures as JSON.")
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Also write the figures as JSON.", callback=each(file_to_write)
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -80,8 +118,6 @@ def ab(
     from backhaul.benchmarks.ab import QUESTIONS, AbError, AbPlan, Arm, run_arm
     from backhaul.deploy.terminal import print_json
 
-    if not (math.isfinite(pause) and math.isfinite(timeout)):
-        raise ConfigError("--pause and --timeout must be finite")
     if reset_b and not b:
         raise ConfigError("--reset-b without --b: there is no second server")
     plan = AbPlan(

@@ -52,7 +52,9 @@ def each(*checks: Check) -> Callable[..., Any]:
         name = param.opts[0] if param.param_type_name == "option" else str(param.metavar or "")
         for one in value if isinstance(value, list | tuple) else [value]:
             for check in checks:
-                check(name.strip("[]").removesuffix("..."), one)
+                check(
+                    name.strip("[]").removesuffix("..."), str(one) if isinstance(one, Path) else one
+                )
         return value
 
     return callback
@@ -64,13 +66,19 @@ def seconds(name: str, value: float) -> None:
         raise ConfigError(f"{name} is {value}: give seconds above 0 and up to {SECONDS_MAX}")
 
 
+def pause_of_seconds(name: str, value: float) -> None:
+    """A wait that may be none."""
+    if not 0 <= value <= SECONDS_MAX:
+        raise ConfigError(f"{name} is {value}: give 0 ... {SECONDS_MAX} seconds")
+
+
 def one_line(name: str, value: str) -> None:
     """Something is there, on one line."""
     if not value.strip() or "\n" in value or "\0" in value:
         raise ConfigError(f"{name} is {shown(value)}: give a text of one line, or leave it out")
 
 
-def size(name: str, value: str) -> int:
+def size_of_bytes(name: str, value: str) -> int:
     """A number of bytes."""
     try:
         return parse_bytes(value)
@@ -80,7 +88,7 @@ def size(name: str, value: str) -> int:
 
 def pool_size(name: str, value: str) -> None:
     """A size of a store's pool."""
-    nbytes = size(name, value)
+    nbytes = size_of_bytes(name, value)
     if nbytes < CAPACITY_MIN_BYTES:
         raise ConfigError(
             f"{name} is {format_bytes(nbytes)}: at least {format_bytes(CAPACITY_MIN_BYTES)} is "

@@ -8,7 +8,14 @@ from typing import Annotated
 import typer
 from typer.main import get_command
 
-from backhaul.deploy.arguments import UsageError, each, http_urls, listen_address, seconds
+from backhaul.deploy.arguments import (
+    UsageError,
+    each,
+    http_urls,
+    listen_address,
+    pause_of_seconds,
+    seconds,
+)
 from backhaul.protocols.errors import ConfigError
 from backhaul.proxy.settings import Policy, ProxySettings, parse_urls
 
@@ -62,6 +69,14 @@ def proxy(
             callback=each(seconds),
         ),
     ] = _DEFAULTS.prefill_timeout_s,
+    first_token_timeout: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            help="Longest wait for the first token of an attempt; then another worker is tried.",
+            callback=each(seconds),
+        ),
+    ] = _DEFAULTS.first_token_timeout_s,
     request_timeout: Annotated[
         float,
         typer.Option(metavar="SECONDS", help="Longest request as a whole.", callback=each(seconds)),
@@ -79,7 +94,12 @@ def proxy(
         ),
     ] = _DEFAULTS.health_interval_s,
     grace: Annotated[
-        float, typer.Option(metavar="SECONDS", help="How long requests may end at shutdown.")
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            help="How long requests may end at shutdown.",
+            callback=each(pause_of_seconds),
+        ),
     ] = _DEFAULTS.grace_s,
 ) -> None:
     """Run the P/D proxy until SIGTERM or SIGINT."""
@@ -94,6 +114,7 @@ def proxy(
         retries=retries,
         connect_timeout=connect_timeout,
         prefill_timeout=prefill_timeout,
+        first_token_timeout=first_token_timeout,
         request_timeout=request_timeout,
         stall_timeout=stall_timeout,
         health_interval=health_interval,
@@ -120,6 +141,7 @@ def make_settings(
     retries: int,
     connect_timeout: float,
     prefill_timeout: float,
+    first_token_timeout: float,
     request_timeout: float,
     stall_timeout: float,
     health_interval: float,
@@ -134,6 +156,7 @@ def make_settings(
         retries=retries,
         connect_timeout_s=connect_timeout,
         prefill_timeout_s=prefill_timeout,
+        first_token_timeout_s=first_token_timeout,
         request_timeout_s=request_timeout,
         stall_timeout_s=stall_timeout,
         health_interval_s=health_interval,

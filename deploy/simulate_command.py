@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from backhaul.deploy.arguments import each, file_or_folder, file_to_write, size_of_bytes
 from backhaul.protocols.errors import ConfigError
 from backhaul.transfer.strategies import Eviction
 
@@ -18,7 +19,10 @@ if TYPE_CHECKING:
 
 def simulate(
     trace: Annotated[
-        Path | None, typer.Argument(metavar="[TRACE]", help="A trace; see docs/traces.md.")
+        Path | None,
+        typer.Argument(
+            metavar="[TRACE]", help="A trace; see docs/traces.md.", callback=each(file_or_folder)
+        ),
     ] = None,
     workload: Annotated[
         str, typer.Option(metavar="NAME", help="Instead of a trace: a generated workload.")
@@ -43,11 +47,19 @@ def simulate(
     ] = None,
     capacity: Annotated[
         list[str] | None,
-        typer.Option(metavar="SIZE", help="Of the store, may be repeated; 0: no limit."),
+        typer.Option(
+            metavar="SIZE",
+            help="Of the store, may be repeated; 0: no limit.",
+            callback=each(size_of_bytes),
+        ),
     ] = None,
     admit_per_token: Annotated[
         list[str] | None,
-        typer.Option(metavar="SIZE", help="Admitted bytes per prompt token, may be repeated."),
+        typer.Option(
+            metavar="SIZE",
+            help="Admitted bytes per prompt token, may be repeated.",
+            callback=each(size_of_bytes),
+        ),
     ] = None,
     eviction: Annotated[
         list[Eviction] | None, typer.Option(help="Of the store; may be repeated.")
@@ -70,7 +82,10 @@ def simulate(
     repeats: Annotated[int, typer.Option(min=1, help="Of a workload, with other seeds.")] = 1,
     seed: Annotated[int, typer.Option(help="Of the workload.")] = 0,
     output: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Append results as JSON lines.")
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Append results as JSON lines.", callback=each(file_to_write)
+        ),
     ] = None,
 ) -> None:
     """Simulate a P/D cluster; `backhaul report` reads what --output writes."""

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from backhaul.deploy.arguments import each, listen_address, pool_size, seconds, size
+from backhaul.deploy.arguments import each, listen_address, pool_size, seconds, size_of_bytes
 from backhaul.transfer.daemon.settings import (
     DaemonSettings,
     format_bytes,
@@ -84,13 +84,17 @@ def store(
     admit_per_token: Annotated[
         str,
         typer.Option(
-            metavar="SIZE", help="Bytes per prompt token, with budget.", callback=each(size)
+            metavar="SIZE",
+            help="Bytes per prompt token, with budget.",
+            callback=each(size_of_bytes),
         ),
     ] = "0",
     admit_burst: Annotated[
         str,
         typer.Option(
-            metavar="SIZE", help="Bytes that may come at once, with budget.", callback=each(size)
+            metavar="SIZE",
+            help="Bytes that may come at once, with budget.",
+            callback=each(size_of_bytes),
         ),
     ] = _DEFAULT_BURST,
     prefault: Annotated[

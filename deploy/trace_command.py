@@ -12,6 +12,7 @@ from typing import IO, TYPE_CHECKING, Annotated
 
 import typer
 
+from backhaul.deploy.arguments import each, file_or_folder, file_to_write
 from backhaul.protocols.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,7 +24,9 @@ if TYPE_CHECKING:
 
 
 def trace(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="The trace.")],
+    path: Annotated[
+        Path, typer.Argument(metavar="PATH", help="The trace.", callback=each(file_or_folder))
+    ],
     format: Annotated[
         str,
         typer.Option(
@@ -36,7 +39,11 @@ def trace(
     ] = False,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Also write the trace as Backhaul's JSON lines."),
+        typer.Option(
+            metavar="FILE",
+            help="Also write the trace as Backhaul's JSON lines.",
+            callback=each(file_to_write),
+        ),
     ] = None,
     tokenizer: Annotated[
         Path | None,
@@ -44,6 +51,7 @@ def trace(
             metavar="DIR",
             help="Count the tokens of text with this tokenizer.json (or a model's folder). "
             "Default: four characters a token.",
+            callback=each(file_or_folder),
         ),
     ] = None,
     drop_reasoning: Annotated[

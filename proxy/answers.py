@@ -13,11 +13,17 @@ from typing import Any
 
 import msgspec
 
-from backhaul.proxy.legs import Endpoint, PrefillAnswer, encode_body
+from backhaul.proxy.legs import (
+    CACHE_COUNTS,
+    Endpoint,
+    PrefillAnswer,
+    encode_body,
+    messages_prompt_tokens,
+)
 from backhaul.proxy.sse import data_of, with_data
 
 _DETAILS = ("prompt_tokens_details", "input_tokens_details")
-_MARKS = tuple(f'"{name}"'.encode() for name in (*_DETAILS, "kv_transfer_params"))
+_MARKS = tuple(f'"{name}"'.encode() for name in (*_DETAILS, *CACHE_COUNTS, "kv_transfer_params"))
 """Text of a reply cannot look like this: its quotes are escaped."""
 
 
@@ -40,8 +46,9 @@ def rewrite_event(event: bytes, prefill: PrefillAnswer) -> bytes:
     if body is None:
         return event
     _put_usage_right(body.get("usage"), prefill)
-    if isinstance(response := body.get("response"), dict):
-        _put_usage_right(response.get("usage"), prefill)
+    for inner in ("response", "message"):
+        if isinstance(whole := body.get(inner), dict):
+            _put_usage_right(whole.get("usage"), prefill)
     if isinstance(body.get("kv_transfer_params"), dict):
         _put_record(body, prefill)
     return with_data(event, encode_body(body))
@@ -60,6 +67,8 @@ def _put_record(body: dict[str, Any], prefill: PrefillAnswer) -> None:
 def _put_usage_right(usage: Any, prefill: PrefillAnswer) -> None:
     if not isinstance(usage, dict):
         return
+    if any(name in usage for name in CACHE_COUNTS):
+        _put_messages_usage_right(usage, prefill)
     for name in _DETAILS:
         if name not in usage:
             continue
@@ -70,6 +79,16 @@ def _put_usage_right(usage: Any, prefill: PrefillAnswer) -> None:
             usage[name] = usage[name] | (prefill.details or {"cached_tokens": 0})
 
 
+def _put_messages_usage_right(usage: dict[str, Any], prefill: PrefillAnswer) -> None:
+    """There, cached tokens are no part of ``input_tokens``; where none are known, no field."""
+    total = messages_prompt_tokens(usage)
+    for name in CACHE_COUNTS:
+        usage.pop(name, None)
+    if prefill.cached_tokens is not None:
+        usage[CACHE_COUNTS[0]] = prefill.cached_tokens
+    usage["input_tokens"] = max(total - (prefill.cached_tokens or 0), 0)
+
+
 def _object(data: bytes) -> dict[str, Any] | None:
     try:
         body = msgspec.json.decode(data)
@@ -78,19 +97,21 @@ def _object(data: bytes) -> dict[str, Any] | None:
     return body if isinstance(body, dict) else None
 
 
-_BEFORE_TOKENS = frozenset({"response.created", "response.queued", "response.in_progress"})
+_BEFORE_TOKENS = frozenset(
+    {"response.created", "response.queued", "response.in_progress", "message_start", "ping"}
+)
 
 
 def is_preamble(endpoint: Endpoint, event: bytes) -> bool:
     """Whether an event comes before the first token: a comment, a chat's role, the announcement of
-    a response. vLLM sends these even where its first step failed, and the error right after."""
+    a response or message. vLLM sends these even where its first step failed, and then the error."""
     data = data_of(event)
     if not data:
         return True
     body = _object(data)
     if body is None:
         return False
-    if endpoint is Endpoint.RESPONSES:
+    if endpoint in (Endpoint.RESPONSES, Endpoint.MESSAGES):
         return body.get("type") in _BEFORE_TOKENS
     choices = body.get("choices")
     if endpoint is not Endpoint.CHAT or not isinstance(choices, list) or not choices:
@@ -115,17 +136,35 @@ def error_status_of(event: bytes) -> int | None:
     body = _object(data_of(event))
     if body is None:
         return None
+    error = body.get("error")
+    if body.get("type") == "error" and isinstance(error, dict):  # the Messages API
+        return _STATUS_OF_TYPE.get(str(error.get("type")), 500)
     if body.get("type") in ("error", "response.failed"):  # the Responses API
         return 500
-    error = body.get("error")
     if not isinstance(error, dict):
         return None
     code = error.get("code")
     return code if isinstance(code, int) else 500
 
 
-def error_body(status: int, message: str, kind: str) -> dict[str, Any]:
-    """An error of the proxy itself, in the shape of vLLM's and OpenAI's."""
+_TYPE_OF_STATUS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+"""The Messages API's words; its clients choose by them."""
+_STATUS_OF_TYPE = {kind: status for status, kind in _TYPE_OF_STATUS.items()}
+
+
+def error_body(endpoint: Endpoint | None, status: int, message: str, kind: str) -> dict[str, Any]:
+    """An error of the proxy itself, in the shape of vLLM's and OpenAI's or of Anthropic's."""
+    if endpoint is Endpoint.MESSAGES:
+        kind = _TYPE_OF_STATUS.get(status, "api_error")
+        return {"type": "error", "error": {"type": kind, "message": message}}
     return {"error": {"message": message, "type": kind, "param": None, "code": status}}
 
 
@@ -134,4 +173,5 @@ def error_event(endpoint: Endpoint, status: int, message: str, kind: str) -> byt
     if endpoint is Endpoint.RESPONSES:
         data: Mapping[str, Any] = {"type": "error", "code": kind, "message": message, "param": None}
         return b"event: error\ndata: " + encode_body(data) + b"\n\n"
-    return b"data: " + encode_body(error_body(status, message, kind)) + b"\n\n"
+    name = b"event: error\n" if endpoint is Endpoint.MESSAGES else b""
+    return name + b"data: " + encode_body(error_body(endpoint, status, message, kind)) + b"\n\n"

@@ -57,6 +57,7 @@ def make_app(settings: ProxySettings) -> Starlette:
     app = Starlette(
         routes=[
             *(Route(e.path, _Generation(cluster, e), methods=["POST"]) for e in Endpoint),
+            Route("/v1/messages/count_tokens", queries.anywhere, methods=["POST"]),
             Route("/v1/models", queries.anywhere),
             Route("/v1/models/{name:path}", queries.anywhere),
             Route("/v1/responses/{response_id}", queries.stored),
@@ -106,7 +107,8 @@ class _Generation:
         if len(raw) > self._cluster.settings.body_bytes_max:
             self._cluster.metrics.requests.labels(self._endpoint, Outcome.REJECTED).inc()
             limit = self._cluster.settings.body_bytes_max
-            body = error_body(413, f"the body is longer than {limit} bytes", "too_large")
+            words = f"the body is longer than {limit} bytes"
+            body = error_body(self._endpoint, 413, words, "too_large")
             await JSONResponse(body, 413)(scope, receive, send)
             return
         exchange = Exchange(self._cluster, self._endpoint, raw, scope["headers"], send)
@@ -173,6 +175,7 @@ class _Queries:
         body = await request.body()
         missing: Response | None = None
         words = "there is no decode worker"
+        endpoint = Endpoint.MESSAGES if path.startswith(Endpoint.MESSAGES.path) else None
         for worker in workers:
             try:
                 async with asyncio.timeout(QUERY_TIMEOUT_S):
@@ -187,7 +190,7 @@ class _Queries:
             if answer.status != 404 or not skip_missing:
                 return response
             missing = response
-        return missing or JSONResponse(error_body(503, words, "unreachable"), 503)
+        return missing or JSONResponse(error_body(endpoint, 503, words, "unreachable"), 503)
 
     async def health(self, request: Request) -> Response:
         """200 while a decode worker is healthy: without prefill, requests are still answered."""

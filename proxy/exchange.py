@@ -154,8 +154,13 @@ class Exchange:
                 break
             if error is not None:
                 self._metrics.retries.labels("decode", error.fault).inc()
+            # Without another way to get an answer, waiting is better than giving up.
+            others = attempts > 0 and self._decode_worker({*tried, worker}) is not None
+            patience_s = None
+            if others or prefill is not None:
+                patience_s = self._settings.first_token_timeout_s
             try:
-                return await self._decode(worker, prefill)
+                return await self._decode(worker, prefill, patience_s)
             except LegError as failure:
                 logger.warning("request %s: %s", self._request_id, failure)
                 if self._begun:
@@ -166,8 +171,8 @@ class Exchange:
                 if prefill is None or not failure.delivered:
                     continue
                 prefill, self._handover = None, None
-                others = attempts > 0 and self._decode_worker(tried) is not None
-                if failure.worker_erred or (failure.fault is LegFault.LOST and not others):
+                silent = failure.fault in (LegFault.LOST, LegFault.TIMEOUT)
+                if failure.worker_erred or (silent and not others):
                     # It may be the transfer that failed, and no request fails because of prefill.
                     self._handover = Handover.TRANSFER_FAILED
                     once_more, attempts = worker, max(attempts, 1)
@@ -218,37 +223,53 @@ class Exchange:
                 self._metrics.retries.labels("prefill", error.fault).inc()
             try:
                 with worker.busy():
-                    return await call(
-                        self._cluster.client,
-                        worker,
-                        "POST",
-                        self._endpoint.path,
-                        self._headers,
-                        payload,
-                    )
+                    return await self._call_prefill(worker, payload)
             except LegError as failure:
                 logger.warning("request %s: %s", self._request_id, failure)
                 error = failure
                 tried.add(worker)
         raise error
 
+    async def _call_prefill(self, worker: Worker, payload: bytes) -> Answer:
+        """One token: its answer is its first token."""
+        limit_s = self._settings.first_token_timeout_s
+        client, path = self._cluster.client, self._endpoint.path
+        try:
+            async with asyncio.timeout(limit_s):
+                return await call(client, worker, "POST", path, self._headers, payload)
+        except TimeoutError:
+            raise _no_first_token(worker, limit_s) from None
+
     def _decode_payload(self, prefill: PrefillAnswer | None) -> bytes:
         if self._body is None or (prefill is None and "kv_transfer_params" not in self._body):
             return self._raw
         return encode_body(legs.decode_body(self._endpoint, self._body, prefill))
 
-    async def _decode(self, worker: Worker, prefill: PrefillAnswer | None) -> Outcome:
-        """Raises :class:`LegError`; before anything was sent, another worker may be tried."""
+    async def _decode(
+        self, worker: Worker, prefill: PrefillAnswer | None, patience_s: float | None
+    ) -> Outcome:
+        """``patience_s``: longest wait for a stream's first token; None: no limit of its own.
+
+        Raises :class:`LegError`; before anything was sent, another worker may be tried.
+        """
         started = time.monotonic()
         payload = self._decode_payload(prefill)
         path = self._endpoint.path
         client = self._cluster.client
+        patience_s = patience_s if self._streamed else None
         with worker.busy():
-            async with opened(client, worker, "POST", path, self._headers, payload) as response:
-                if response.status_code == 200 and _is_stream(response):
-                    outcome = await self._stream(response, worker, prefill)
-                else:
-                    outcome = await self._pass_on(await whole(response), worker, prefill)
+            try:
+                async with (
+                    asyncio.timeout(patience_s) as patience,
+                    opened(client, worker, "POST", path, self._headers, payload) as response,
+                ):
+                    if response.status_code == 200 and _is_stream(response):
+                        outcome = await self._stream(response, worker, prefill, patience)
+                    else:
+                        patience.reschedule(None)
+                        outcome = await self._pass_on(await whole(response), worker, prefill)
+            except TimeoutError:
+                raise _no_first_token(worker, patience_s or 0.0) from None
         if outcome is Outcome.OK:
             self._metrics.leg_seconds.labels("decode").observe(time.monotonic() - started)
         return outcome
@@ -268,7 +289,11 @@ class Exchange:
         return Outcome.OK if answer.status < 400 else Outcome.REJECTED
 
     async def _stream(
-        self, response: httpx.Response, worker: Worker, prefill: PrefillAnswer | None
+        self,
+        response: httpx.Response,
+        worker: Worker,
+        prefill: PrefillAnswer | None,
+        patience: asyncio.Timeout,
     ) -> Outcome:
         splitter = EventSplitter()
         chunks = response.aiter_raw()
@@ -294,6 +319,7 @@ class Exchange:
             raise LegError(
                 LegFault.STATUS, f"{worker.url} failed at once", delivered=True, answer=answer
             )
+        patience.reschedule(None)
         if self._endpoint is Endpoint.RESPONSES:
             event = parse_body(data_of(events[0]))
             self._remember(event.get("response") if event else None, worker)
@@ -347,14 +373,17 @@ class Exchange:
         if error.fault is LegFault.CONNECT:
             await self._fail(503, f"no decode worker can be reached: {error}", "unreachable")
             return Outcome.UNREACHABLE
-        await self._fail(502, f"the decode worker failed: {error}", "bad_gateway")
+        status, kind = (502, "bad_gateway")
+        if error.fault is LegFault.TIMEOUT:
+            status, kind = (504, "timeout")
+        await self._fail(status, f"the decode worker failed: {error}", kind)
         return Outcome.FAILED
 
     async def _fail(self, status: int, message: str, kind: str) -> None:
         if self._begun:
             await self._break_off(message, status, kind)
             return
-        body = encode_body(error_body(status, message, kind))
+        body = encode_body(error_body(self._endpoint, status, message, kind))
         await self._respond(Answer(status, [(b"content-type", b"application/json")], body), None)
 
     async def _break_off(self, message: str, status: int = 502, kind: str = "bad_gateway") -> None:
@@ -392,6 +421,7 @@ class _Ending:
     def __init__(self, endpoint: Endpoint) -> None:
         # The Responses API has no such mark.
         self._complete = endpoint is Endpoint.RESPONSES
+        self._messages = endpoint is Endpoint.MESSAGES
         self._failed = False
 
     def saw(self, events: list[bytes]) -> None:
@@ -399,6 +429,8 @@ class _Ending:
         for event in events:
             if error_status_of(event) is not None:
                 self._failed = True
+            elif self._messages and b'"message_stop"' in event:
+                self._complete = True
         if b"[DONE]" in events[-1] and data_of(events[-1]) == b"[DONE]":
             self._complete = True
 
@@ -407,6 +439,11 @@ class _Ending:
         if self._failed:
             return Outcome.FAILED
         return Outcome.OK if self._complete else Outcome.BROKEN
+
+
+def _no_first_token(worker: Worker, limit_s: float) -> LegError:
+    message = f"{worker.url} gave no first token in {limit_s:g} s"
+    return LegError(LegFault.TIMEOUT, message, delivered=True)
 
 
 def _is_stream(response: httpx.Response) -> bool:

@@ -107,6 +107,9 @@ class FakeEngine:
         if path == "/health":
             await _respond(send, 200 if self.healthy else 503, b"")
             return
+        if path == "/v1/messages/count_tokens":
+            await _respond(send, 200, b'{"input_tokens": 7}')
+            return
         if path == "/v1/models":
             models = {"object": "list", "data": [{"id": "fake", "object": "model", "root": path}]}
             await _respond(send, 200, json.dumps(models).encode())
@@ -180,6 +183,8 @@ class _Reply:
         self._ids = transfer.get("prompt_token_ids") or fake_tokens(body)
         self.wants_prefill_only = bool(transfer.get("do_remote_decode"))
         self._transferred = bool(transfer.get("do_remote_prefill"))
+        hints = transfer.get("backhaul") or {}
+        self._asks_for_ids = bool(hints.get("return_prompt_token_ids"))
         limit = next(
             (body[name] for name in ("max_completion_tokens", "max_output_tokens", "max_tokens")
              if body.get(name) is not None), 4,
@@ -190,16 +195,21 @@ class _Reply:
 
     def whole(self) -> dict[str, Any]:
         text = "".join(self._words)
-        common = {"id": self._id, "model": self._body.get("model"), "kv_transfer_params": None}
+        params: dict[str, Any] | None = None
         if self.wants_prefill_only:
-            common["kv_transfer_params"] = self._parameters()
+            params = self._parameters()
         elif self._engine.record is not None:
-            common["kv_transfer_params"] = {"backhaul": {"loaded_tokens": 0}}
+            params = {"backhaul": {"loaded_tokens": 0}}
+        common = {"id": self._id, "model": self._body.get("model"), "kv_transfer_params": params}
         if self._kind == "responses":
             messages = None
             if self._body.get("enable_response_messages"):
                 messages = [{"message": "rendered", "tokens": self._ids}]
             return common | self._response(text) | {"input_messages": messages}
+        if self._kind == "messages":
+            if self._asks_for_ids and params and "backhaul" in params:
+                params["backhaul"]["prompt_token_ids"] = self._ids
+            return common | self._message(text)
         asked = self._body.get("return_token_ids")
         ids = {"prompt_token_ids": self._ids} if asked else {}
         if self._kind == "completions":
@@ -230,6 +240,9 @@ class _Reply:
             done = self._response("".join(self._words))
             yield _typed({"type": "response.completed", "response": done})
             return
+        if self._kind == "messages":
+            yield from self._message_events()
+            return
         chat = self._kind == "chat/completions"
         kind = "chat.completion.chunk" if chat else "text_completion"
         common = {"id": self._id, "object": kind, "created": 1, "model": "fake"}
@@ -244,6 +257,41 @@ class _Reply:
         if (self._body.get("stream_options") or {}).get("include_usage"):
             yield _data(common | {"choices": [], "usage": self._usage()})
         yield b"data: [DONE]\n\n"
+
+    def failure(self) -> Iterator[bytes]:
+        """What ends a stream in place of the rest."""
+        words = "EngineCore failed"
+        if self._kind == "messages":
+            error = {"type": "api_error", "message": words}
+            yield _typed({"type": "error", "error": error})
+            return
+        yield _data(_error(500, words))
+        yield b"data: [DONE]\n\n"
+
+    def _message(self, text: str | None) -> dict[str, Any]:
+        """Of the Messages API; without ``text``, as a stream announces it."""
+        cached = self._cached()
+        details = {} if cached is None else {"cache_read_input_tokens": cached}
+        usage = {"input_tokens": len(self._ids) - (cached or 0), "output_tokens": 0, **details}
+        message = {"id": self._id, "type": "message", "role": "assistant", "model": "fake"}
+        if text is None:
+            return message | {"content": [], "stop_reason": None, "usage": usage}
+        content = [{"type": "text", "text": text}]
+        usage["output_tokens"] = self.length
+        return message | {"content": content, "stop_reason": "end_turn", "usage": usage}
+
+    def _message_events(self) -> Iterator[bytes]:
+        yield _typed({"type": "message_start", "message": self._message(None)})
+        block = {"index": 0, "content_block": {"type": "text", "text": ""}}
+        yield _typed({"type": "content_block_start", **block})
+        for word in self._words:
+            delta = {"type": "text_delta", "text": word}
+            yield _typed({"type": "content_block_delta", "index": 0, "delta": delta})
+        yield _typed({"type": "content_block_stop", "index": 0})
+        ending = {"stop_reason": "end_turn", "stop_sequence": None}
+        usage = self._message("")["usage"]
+        yield _typed({"type": "message_delta", "delta": ending, "usage": usage})
+        yield _typed({"type": "message_stop"})
 
     def _usage(self) -> dict[str, Any]:
         prompt = len(self._ids)
@@ -343,8 +391,7 @@ async def _stream(send: Any, reply: _Reply, behaviour: Behaviour) -> None:
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     events = reply.events()
     if behaviour.error_after is not None:
-        failure = (_data(_error(500, "EngineCore failed")), b"data: [DONE]\n\n")
-        events = itertools.chain(itertools.islice(events, behaviour.error_after), failure)
+        events = itertools.chain(itertools.islice(events, behaviour.error_after), reply.failure())
     for number, event in enumerate(events):
         if number == behaviour.die_after:
             raise _Died

@@ -24,6 +24,7 @@ class Endpoint(enum.StrEnum):
     CHAT = "chat_completions"
     COMPLETIONS = "completions"
     RESPONSES = "responses"
+    MESSAGES = "messages"
 
     @property
     def path(self) -> str:
@@ -63,6 +64,7 @@ _REPLY_ONLY = frozenset(
         *("structured_outputs", "thinking_token_budget", "watermarking"),
         # Where the reply ends.
         *("stop", "stop_token_ids", "min_tokens", "include_stop_str_in_output"),
+        "stop_sequences",
         *("max_tokens", "max_completion_tokens", "max_output_tokens", "max_tool_calls"),
         # What is told about it, and how.
         *("logprobs", "top_logprobs", "logprob_token_ids", "prompt_logprobs", "echo"),
@@ -72,7 +74,8 @@ _REPLY_ONLY = frozenset(
     ]
 )
 """Left out of the prefill leg. ``response_format``, ``tools``, ``tool_choice``,
-``reasoning_effort`` and ``text`` stay: templates may render them."""
+``reasoning_effort``, ``thinking``, ``output_config`` and ``text`` stay: templates may render
+them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +177,10 @@ def prefill_body(endpoint: Endpoint, body: Mapping[str, Any]) -> dict[str, Any]:
     """What the prefill leg is asked: render, compute, keep the blocks for decode."""
     leg = {name: value for name, value in body.items() if name not in _REPLY_ONLY}
     transfer: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
-    if given := hints(body):
+    if endpoint is Endpoint.MESSAGES:
+        # That API has no field for token ids: Backhaul's connector tells them.
+        transfer["backhaul"] = hints(body) | {"return_prompt_token_ids": True}
+    elif given := hints(body):
         transfer["backhaul"] = given
     leg |= {
         "stream": False,
@@ -198,25 +204,47 @@ def read_prefill(endpoint: Endpoint, answer: Any) -> PrefillAnswer | None:
         return None
     params = dict(answer["kv_transfer_params"])
     record = params.pop("backhaul", None)
+    told = record.pop("prompt_token_ids", None) if isinstance(record, dict) else None
     if not params.get("do_remote_prefill"):
         params = {}
     if not params and not isinstance(record, dict):
         return None
-    usage = answer.get("usage")
-    usage = usage if isinstance(usage, dict) else {}
-    prefix = "input" if endpoint is Endpoint.RESPONSES else "prompt"
-    details = usage.get(f"{prefix}_tokens_details")
-    details = details if isinstance(details, dict) else None
+    length, details = _prompt_usage(endpoint, answer.get("usage"))
     cached = details.get("cached_tokens") if details else None
-    length = usage.get(f"{prefix}_tokens")
     return PrefillAnswer(
         params=params,
         record=record if isinstance(record, dict) else None,
-        token_ids=_token_ids(endpoint, answer),
-        prompt_tokens=length if isinstance(length, int) else 0,
+        token_ids=_ids(told) if endpoint is Endpoint.MESSAGES else _token_ids(endpoint, answer),
+        prompt_tokens=length,
         cached_tokens=cached if isinstance(cached, int) else None,
         details=details,
     )
+
+
+CACHE_COUNTS = ("cache_read_input_tokens", "cache_creation_input_tokens")
+"""Of the Messages API, where they are no part of ``input_tokens``."""
+
+
+def _prompt_usage(endpoint: Endpoint, usage: Any) -> tuple[int, dict[str, Any] | None]:
+    """Tokens of the prompt, and its details in the form of the chat API."""
+    if not isinstance(usage, dict):
+        return 0, None
+    if endpoint is Endpoint.MESSAGES:
+        cached = usage.get(CACHE_COUNTS[0])
+        details = {"cached_tokens": cached} if isinstance(cached, int) else None
+        return messages_prompt_tokens(usage), details
+    prefix = "input" if endpoint is Endpoint.RESPONSES else "prompt"
+    length, details = usage.get(f"{prefix}_tokens"), usage.get(f"{prefix}_tokens_details")
+    return (
+        length if isinstance(length, int) else 0,
+        details if isinstance(details, dict) else None,
+    )
+
+
+def messages_prompt_tokens(usage: Mapping[str, Any]) -> int:
+    """All tokens of the prompt in a usage of the Messages API."""
+    counts = (usage.get(name) for name in ("input_tokens", *CACHE_COUNTS))
+    return sum(count for count in counts if isinstance(count, int))
 
 
 def _input_end(record: Mapping[str, Any] | None) -> int | None:
@@ -248,6 +276,10 @@ def _token_ids(endpoint: Endpoint, answer: Mapping[str, Any]) -> tuple[int, ...]
         messages = answer.get("input_messages")
         if isinstance(messages, list) and messages and isinstance(messages[0], dict):
             ids = messages[0].get("tokens")
+    return _ids(ids)
+
+
+def _ids(ids: Any) -> tuple[int, ...] | None:
     if not isinstance(ids, list) or not ids or any(type(token) is not int for token in ids):
         return None
     return tuple(ids)

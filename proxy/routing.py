@@ -104,7 +104,7 @@ def sticky_key(body: Mapping[str, Any], session: str | None = None) -> bytes:
         return b"session\0" + session.encode(errors="surrogatepass")
     head: list[Any] = [body.get("model")]
     if isinstance(messages := body.get("messages"), list):
-        head += _first_turn(messages)
+        head += [*filter(None, [body.get("system")]), *_first_turn(messages)]
     elif isinstance(items := body.get("input"), list):
         head += [body.get("instructions"), *_first_turn(items)]
     elif isinstance(items, str):

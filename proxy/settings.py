@@ -30,6 +30,8 @@ class ProxySettings:
         connect_timeout_s: longest wait for a connection to a worker.
         prefill_timeout_s: longest prefill leg, all its attempts together; decode computes the
             prompt itself after that.
+        first_token_timeout_s: longest wait for the first token of an attempt: of the prefill leg's
+            answer, and of a stream's first event with content. Then another worker is tried.
         request_timeout_s: longest request, from its arrival to its last byte.
         stall_timeout_s: longest silence inside a stream that has begun.
         health_interval_s: pause between two looks at a worker's ``/health``.
@@ -45,6 +47,7 @@ class ProxySettings:
     retries: int = 1
     connect_timeout_s: float = 5.0
     prefill_timeout_s: float = 120.0
+    first_token_timeout_s: float = 120.0
     request_timeout_s: float = 1800.0
     stall_timeout_s: float = 120.0
     health_interval_s: float = 2.0
@@ -60,9 +63,10 @@ class ProxySettings:
                 raise ConfigError(f"a {role} worker is given twice in {', '.join(urls)}")
         if not 0 <= self.retries <= 16:
             raise ConfigError(f"retries is {self.retries}: give 0 ... 16")
-        for name in ("connect", "prefill", "request", "stall", "health"):
+        for name in ("connect", "prefill", "first_token", "request", "stall", "health"):
             value = getattr(self, f"{name}_timeout_s")
             if not 0 < value <= 86_400:
+                name = name.replace("_", " ")
                 raise ConfigError(f"{name} timeout is {value}: give seconds above 0 up to 86400")
         if not 0 < self.health_interval_s <= 86_400:
             raise ConfigError(

@@ -138,3 +138,12 @@ def test_a_policy_sees_what_was_said() -> None:
         u_end=5, offsets=(3,), tools=True, suffix_start=4, reasoning=False, history=history,
         verbatim_end=9,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("value", "told"), [(True, True), (False, False), (None, False), (1, False)]
+)
+def test_token_ids_are_told_where_asked_for(value: object, told: bool) -> None:
+    hints = parse_hints({"return_prompt_token_ids": value}, 10)
+    assert hints.return_prompt_token_ids is told
+    assert hints.rejected == (("return_prompt_token_ids",) if value == 1 and not told else ())

@@ -136,3 +136,41 @@ def test_comments_come_before_and_what_is_no_json_does_not() -> None:
 @pytest.mark.parametrize("endpoint", Endpoint)
 def test_our_own_error_events_read_like_the_engines(endpoint: Endpoint) -> None:
     assert error_status_of(error_event(endpoint, 500, "m", "k")) == 500
+
+
+ENDED = {"input_tokens": 1, "cache_read_input_tokens": 8, "output_tokens": 4}
+
+
+@pytest.mark.parametrize(
+    ("cached", "expected"),
+    [
+        (3, {"input_tokens": 6, "cache_read_input_tokens": 3, "output_tokens": 4}),
+        (None, {"input_tokens": 9, "output_tokens": 4}),
+    ],
+)
+def test_the_messages_api_counts_cached_tokens_apart(
+    cached: int | None, expected: dict[str, int]
+) -> None:
+    prefill = PrefillAnswer(params={}, cached_tokens=cached)
+    answer = json.dumps({"usage": ENDED}).encode()
+    assert json.loads(rewrite_answer(Endpoint.MESSAGES, answer, prefill))["usage"] == expected
+    for body in ({"type": "message_delta", "usage": ENDED}, {"message": {"usage": ENDED}}):
+        event = b"event: e\ndata: " + json.dumps(body).encode() + b"\n\n"
+        told = json.loads(data_of(rewrite_event(event, prefill)))
+        assert told.get("message", told)["usage"] == expected
+    # A usage without a count of cached tokens is about the whole prompt already.
+    plain = b'data: {"usage": {"input_tokens": 9}}\n\n'
+    assert rewrite_event(plain, prefill) == plain
+
+
+@pytest.mark.parametrize(
+    ("kind", "status"),
+    [("overloaded_error", 503), ("invalid_request_error", 400), ("api_error", 500), ("new", 500)],
+)
+def test_the_status_of_an_error_inside_a_message(kind: str, status: int) -> None:
+    body = {"type": "error", "error": {"type": kind, "message": "m"}}
+    event = b"event: error\ndata: " + json.dumps(body).encode() + b"\n\n"
+    assert error_status_of(event) == status
+    assert not is_preamble(Endpoint.MESSAGES, event)
+    assert is_preamble(Endpoint.MESSAGES, b'data: {"type": "message_start"}\n\n')
+    assert not is_preamble(Endpoint.MESSAGES, b'data: {"type": "content_block_start"}\n\n')

@@ -57,6 +57,7 @@ PARAMS = {"do_remote_prefill": True, "remote_host": "h", "remote_block_ids": [[1
         ("responses", {"tools": [{"type": "function"}, {"type": "custom"}]}, None),
         ("responses", {"tools": [{"type": "web_search"}]}, Handover.SERVER_TOOLS),
         ("responses", {"tools": [{"type": "mcp"}]}, Handover.SERVER_TOOLS),
+        ("messages", {"tools": [{"name": "f", "input_schema": {}}]}, None),
     ],
 )
 def test_what_cannot_be_handed_over(
@@ -93,7 +94,10 @@ def test_prefill_gets_the_prompt_and_nothing_of_the_reply(endpoint: Endpoint) ->
                  "logprobs", "top_logprobs", "stream_options", "structured_outputs"):  # fmt: skip
         assert name not in leg
     assert leg["stream"] is False
-    assert leg["kv_transfer_params"] == {"do_remote_decode": True, "do_remote_prefill": False}
+    transfer = {"do_remote_decode": True, "do_remote_prefill": False}
+    if endpoint is Endpoint.MESSAGES:
+        transfer |= {"backhaul": {"return_prompt_token_ids": True}}  # type: ignore[dict-item]
+    assert leg["kv_transfer_params"] == transfer
 
 
 def test_of_the_clients_parameters_only_ours_get_through() -> None:
@@ -233,3 +237,15 @@ def test_what_a_worker_can_read_is_read(raw: bytes) -> None:
 @given(st.dictionaries(FIELDS, JSON))
 def test_bodies_survive_encoding(body: dict[str, Any]) -> None:
     assert parse_body(encode_body(body)) == body
+
+
+def test_token_ids_of_a_message_come_in_the_record_and_go_no_further() -> None:
+    usage = {"input_tokens": 2, "cache_read_input_tokens": 5, "output_tokens": 1}
+    record = {"loaded_tokens": 4, "prompt_token_ids": [1, 2, 3]}
+    answer = {"kv_transfer_params": PARAMS | {"backhaul": record}, "usage": usage}
+    prefill = read_prefill(Endpoint.MESSAGES, answer)
+    assert prefill is not None
+    assert (prefill.token_ids, prefill.record) == ((1, 2, 3), {"loaded_tokens": 4})
+    assert (prefill.prompt_tokens, prefill.cached_tokens) == (7, 5)
+    leg = decode_body(Endpoint.MESSAGES, CHAT, prefill)
+    assert leg["kv_transfer_params"] == PARAMS | {"prompt_token_ids": [1, 2, 3]}

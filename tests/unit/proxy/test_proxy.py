@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import anthropic
 import httpx
 import openai
 import pytest
@@ -89,6 +90,30 @@ def test_responses_through_the_official_client(setup: Setup, client: openai.Open
     ]  # fmt: skip
     assert events[-1].type == "response.completed"
     assert events[-1].response.usage.input_tokens_details.cached_tokens == 3
+
+
+def test_messages_through_the_official_client(setup: Setup) -> None:
+    question: Any = [{"role": "user", "content": "hello"}]
+    with anthropic.Anthropic(base_url=setup.url, api_key="key", max_retries=0) as client:
+        answer = client.messages.create(model="fake", messages=question, max_tokens=2)
+        assert [block.text for block in answer.content] == ["w0 w1 "]  # type: ignore[union-attr]
+        tokens = fake_tokens({"messages": question})
+        counts = (answer.usage.input_tokens, answer.usage.cache_read_input_tokens)
+        assert counts == (len(tokens) - 3, 3)
+        (prefill,), (decode,) = setup.prefill[0].seen, setup.decode[0].seen
+        assert prefill.headers["authorization"] == decode.headers["authorization"]
+        assert prefill.body["max_tokens"] == 1
+        assert decode.transfer["prompt_token_ids"] == tokens
+        assert "prompt_token_ids" not in json.dumps(answer.model_dump())
+        with client.messages.stream(model="fake", messages=question, max_tokens=3) as stream:
+            assert "".join(stream.text_stream) == "w0 w1 w2 "
+            final = stream.get_final_message()
+        assert final.stop_reason == "end_turn"
+        assert final.usage.cache_read_input_tokens == 3
+        counted = client.messages.count_tokens(model="fake", messages=question)
+        assert counted.input_tokens == 7
+    assert setup.handovers().get("done", 0) >= 2
+    assert setup.outcomes().keys() <= {"ok", "rejected", "client_gone"}
 
 
 def test_models(client: openai.OpenAI) -> None:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
+import anthropic
 import httpx
 import openai
 import pytest
@@ -128,7 +129,7 @@ def test_a_stream_that_fails_before_its_first_token_is_retried(
         assert setup.metric("retries_total", leg="decode", reason=reason) == 1
 
 
-@pytest.mark.parametrize("path", ["chat/completions", "completions", "responses"])
+@pytest.mark.parametrize("path", ["chat/completions", "completions", "responses", "messages"])
 @pytest.mark.parametrize(
     ("failure", "stream"),
     [
@@ -225,6 +226,99 @@ def test_a_stream_that_has_begun_is_never_begun_again() -> None:
                 list(stream)
 
 
+def test_a_prefill_worker_that_accepts_and_says_nothing_is_left() -> None:
+    with running(prefill=2, prefill_policy=Policy.ROUND_ROBIN, first_token_timeout_s=0.4) as setup:
+        setup.prefill[0].behave = always(HANG)
+        answer = setup.chat()
+        assert answer.headers["x-backhaul-handover"] == "done"
+        assert setup.decode[0].seen[0].transfer["remote_engine_id"] == "p1"
+        assert setup.metric("retries_total", leg="prefill", reason="timeout") == 1
+        eventually(setup.prefill[0].seen[0].disconnected.is_set)
+
+
+@pytest.mark.parametrize("silent", [HANG, Behaviour(stall_after=0), Behaviour(stall_after=1)])
+@pytest.mark.parametrize("path", ["chat/completions", "responses", "messages"])
+def test_a_decode_worker_that_accepts_and_says_nothing_is_left(
+    silent: Behaviour, path: str
+) -> None:
+    """Even where it has announced its answer: the client has not got a byte of it yet."""
+    with running(decode=2, decode_policy=Policy.ROUND_ROBIN, first_token_timeout_s=0.4) as setup:
+        setup.decode[0].behave = always(silent)
+        answer = setup.http.post(f"/v1/{path}", json=CHAT | {"stream": True, "input": "i"})
+        assert "w4 " in answer.text and '"error"' not in answer.text
+        assert answer.headers["x-backhaul-handover"] == "done"
+        assert setup.metric("retries_total", leg="decode", reason="timeout") == 1
+        offered = setup.transfers_offered()
+        assert len(offered) == len(set(offered)) == 2
+        eventually(setup.decode[0].seen[0].disconnected.is_set)
+
+
+def test_the_only_decode_worker_is_asked_again_without_the_hand_over() -> None:
+    """It may be the transfer that hangs; after that, waiting is all there is."""
+    with running(first_token_timeout_s=0.4, retries=0) as setup:
+        slow = Behaviour(token_delay_s=0.5)
+        setup.decode[0].behave = lambda seen: (
+            HANG if seen.transfer.get("do_remote_prefill") else slow
+        )
+        answer = setup.chat(stream=True, max_tokens=1)
+        assert events(answer)[-1] == "[DONE]"
+        assert answer.headers["x-backhaul-handover"] == "transfer_failed"
+
+
+def test_every_decode_worker_is_silent() -> None:
+    """The last one is given the time that the request has."""
+    with running(decode=2, first_token_timeout_s=0.2, request_timeout_s=1.5) as setup:
+        for engine in (*setup.prefill, *setup.decode):
+            engine.behave = always(HANG)
+        answer = setup.chat(stream=True)
+        assert answer.status_code == 504
+        assert "longer than 1.5 s" in answer.json()["error"]["message"]
+        assert setup.outcomes() == {"deadline": 1}
+
+
+def test_a_whole_answer_has_no_first_token_to_wait_for() -> None:
+    with running(decode=2, first_token_timeout_s=0.3) as setup:
+        for engine in setup.decode:
+            engine.behave = always(Behaviour(token_delay_s=0.12))
+        assert setup.chat(max_tokens=5).status_code == 200
+        assert setup.metric("retries_total") == 0
+
+
+def test_errors_of_the_proxy_to_a_client_of_the_messages_api() -> None:
+    """Its clients choose what to do by the type of the error."""
+    question = [{"role": "user", "content": "hello"}]
+    with (
+        running(body_bytes_max=1000) as setup,
+        anthropic.Anthropic(base_url=setup.url, api_key="k", max_retries=0) as client,
+    ):
+
+        def ask(text: str = "") -> None:
+            client.messages.create(
+                model="fake",
+                messages=question,
+                max_tokens=9,
+                system=text,  # type: ignore[arg-type]
+            )
+
+        with pytest.raises(anthropic.RequestTooLargeError):
+            ask("x" * 2000)
+        setup.decode[0].behave = always(Behaviour(die_after=3))
+        with (
+            client.messages.stream(
+                model="fake",
+                messages=question,
+                max_tokens=9,  # type: ignore[arg-type]
+            ) as stream,
+            pytest.raises(anthropic.APIStatusError, match="decode worker failed"),
+        ):
+            stream.until_done()
+        shut(setup.decode[0])
+        with pytest.raises(anthropic.APIStatusError) as failure:
+            ask()
+        assert failure.value.status_code == 503
+        assert failure.value.type == "overloaded_error"
+
+
 def test_silence_inside_a_stream() -> None:
     with running(stall_timeout_s=0.3) as setup:
         setup.decode[0].behave = always(Behaviour(stall_after=2))
@@ -269,7 +363,7 @@ def _leave(url: str, path: str, body: dict[str, object], ready: Callable[[], boo
     assert leave.is_set()
 
 
-@pytest.mark.parametrize("path", ["chat/completions", "completions", "responses"])
+@pytest.mark.parametrize("path", ["chat/completions", "completions", "responses", "messages"])
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
 def test_a_client_that_leaves_stops_the_engine(leg: str, stream: bool, path: str) -> None:

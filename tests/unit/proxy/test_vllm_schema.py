@@ -11,6 +11,8 @@ from backhaul.proxy.legs import Endpoint, PrefillAnswer, decode_body, prefill_bo
 
 pytest.importorskip("vllm")
 
+from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
@@ -19,7 +21,17 @@ MODELS: dict[Endpoint, Any] = {
     Endpoint.CHAT: ChatCompletionRequest,
     Endpoint.COMPLETIONS: CompletionRequest,
     Endpoint.RESPONSES: ResponsesRequest,
+    Endpoint.MESSAGES: AnthropicMessagesRequest,
 }
+
+
+def validated(endpoint: Endpoint, body: dict[str, Any]) -> Any:
+    """The request as vLLM's engine side knows it: a message becomes a chat."""
+    request = MODELS[endpoint].model_validate(body)
+    if endpoint is Endpoint.MESSAGES:
+        return AnthropicServingMessages.to_chat_completion_request(request)
+    return request
+
 
 REPLACED = {"stream", "ignore_eos", "return_token_ids", "enable_response_messages"}
 PROMPT = {
@@ -30,6 +42,7 @@ PROMPT = {
     *("media_io_kwargs", "mm_processor_kwargs", "mm_payload", "return_mm_kwargs"),
     *("truncate_prompt_tokens", "truncation_side", "truncation"),
     *("previous_input_messages", "previous_response_id", "cache_salt", "model"),
+    *("system", "thinking", "output_config"),
 }
 CALLER = {
     *("request_id", "session_id", "priority", "user", "metadata", "service_tier"),
@@ -73,19 +86,24 @@ REQUESTS: dict[Endpoint, dict[str, Any]] = {
         "stream": True, "reasoning": {"effort": "low"}, "top_logprobs": 2,
         "include": ["message.output_text.logprobs"],
     },
+    Endpoint.MESSAGES: {
+        "model": "m", "messages": [{"role": "user", "content": "u"}], "max_tokens": 900,
+        "system": "s", "stop_sequences": ["x"], "stream": True, "tool_choice": {"type": "any"},
+        "tools": [{"name": "f", "input_schema": {"type": "object"}}], "top_k": 3,
+    },
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("endpoint", Endpoint)
 def test_vllm_accepts_both_legs(endpoint: Endpoint) -> None:
     body = REQUESTS[endpoint] | {"kv_transfer_params": {"backhaul": {"u_end": 2}}}
-    first = MODELS[endpoint].model_validate(prefill_body(endpoint, body))
+    first = validated(endpoint, prefill_body(endpoint, body))
     params = first.to_sampling_params(1, {})
     assert (params.max_tokens, params.min_tokens, params.n, params.stop) == (1, 0, 1, [])
     assert params.logprobs is None
     assert params.extra_args["kv_transfer_params"]["do_remote_decode"] is True
     prefill = PrefillAnswer(params={"do_remote_prefill": True}, token_ids=(1, 2, 3))
-    second = MODELS[endpoint].model_validate(decode_body(endpoint, body, prefill))
+    second = validated(endpoint, decode_body(endpoint, body, prefill))
     limit = next(v for k, v in REQUESTS[endpoint].items() if k.startswith("max_"))
     params = second.to_sampling_params(limit, {})
     assert params.max_tokens == 900
@@ -101,13 +119,20 @@ class _AnyVocabulary:
         pass
 
 
-@pytest.mark.parametrize("endpoint", [Endpoint.CHAT, Endpoint.RESPONSES])
+@pytest.mark.parametrize("endpoint", [Endpoint.CHAT, Endpoint.RESPONSES, Endpoint.MESSAGES])
 def test_vllm_takes_the_tokens_instead_of_rendering(endpoint: Endpoint) -> None:
     from vllm.renderers.online_renderer import _reused_prompt_token_ids
 
     prefill = PrefillAnswer(params={"do_remote_prefill": True}, token_ids=(1, 2, 3))
     body = decode_body(endpoint, REQUESTS[endpoint], prefill)
-    request = MODELS[endpoint].model_validate(body)
+    request = validated(endpoint, body)
     messages = [{"role": "user", "content": "u"}]
     renderer: Any = _AnyVocabulary()
     assert _reused_prompt_token_ids(request, renderer, messages) == [1, 2, 3]
+
+
+def test_a_budget_for_thoughts_that_the_prefill_leg_cannot_have_is_no_fault() -> None:
+    """Of one token, but the client's budget is at least 1,024."""
+    budget = {"thinking": {"type": "enabled", "budget_tokens": 2048}, "max_tokens": 4096}
+    leg = prefill_body(Endpoint.MESSAGES, REQUESTS[Endpoint.MESSAGES] | budget)
+    assert validated(Endpoint.MESSAGES, leg).max_completion_tokens == 1
