@@ -128,6 +128,7 @@ class Consumer:
             tracked.miss = answer.reason or next(inconsumable, None) or tracked.miss
             return Offer(known=True)
         match = usable[boundary]
+        source = answer.foreign.record if match.domain and answer.foreign else None
         tracked.offered = Load(
             boundary,
             local_tokens,
@@ -135,6 +136,7 @@ class Consumer:
             match.age_s,
             match.producer,
             producer_age(found.matches, match),
+            source,
         )
         return Offer(known=True, load=tracked.offered)
 
@@ -149,7 +151,7 @@ class Consumer:
                 self._catalog.drop(tracked.request_id)
             return
         self._count_lookup(tracked, "hit")
-        lease = self._catalog.take(tracked.request_id)
+        lease = self._catalog.take(tracked.request_id, foreign=load.source is not None)
         assert lease is not None  # granted with every consumable match
         blocks = tuple(self._blocks_to_fill(tracked, load, table))
         load.lease = lease
@@ -158,7 +160,9 @@ class Consumer:
         load.started = self._clock()
         tracked.loading = load
         self._open[load.job.job_id] = load
-        self._outbox.append(LoadJob(load.job.job_id, tracked.request_id, lease, blocks))
+        self._outbox.append(
+            LoadJob(load.job.job_id, tracked.request_id, lease, blocks, load.source)
+        )
 
     def drop(self, tracked: TrackedRequest) -> None:
         """The request ended: forget its lookup. A running load goes on until it is reported."""

@@ -46,6 +46,11 @@ class PromptEnds(msgspec.Struct, frozen=True, kw_only=True):
         )
         return tuple(kind for end, kind in ends if end and end == boundary)
 
+    def within(self, start: int, end: int) -> set[int]:
+        """Ends that a step from ``start`` to ``end`` reaches."""
+        ends = (self.input_end, self.prompt_end, self.shared_prefix)
+        return {position for position in ends if start < position <= end}
+
     def stops_after(self, position: int) -> list[int]:
         """Chunk ends to force above ``position``, ascending. P_end needs none: vLLM ends a chunk
         there by itself. A junction inside a block is handed on as it is: vLLM ends the chunk at

@@ -423,16 +423,26 @@ class SchedulerHalf:
                 self._events.removed(request, candidate.boundary)
 
     def _write_log(self, tracked: TrackedRequest, record: RequestRecord) -> None:
-        if self._log is not None:
-            self._log.write(
-                LoggedRequest(
-                    **{name: getattr(record, name) for name in record.__struct_fields__},
-                    time=time.time(),
-                    engine=self._facts.engine_id,
-                    request_id=tracked.request_id,
-                    finish=tracked.request.status.name,
-                )
+        if self._log is None:
+            return
+        request, grid = tracked.request, self._facts.layout.boundary_tokens
+        step = grid // self._facts.layout.hash_tokens
+        hashes = request.block_hashes
+        self._log.write(
+            LoggedRequest(
+                **{name: getattr(record, name) for name in record.__struct_fields__},
+                time=time.time(),
+                engine=self._facts.engine_id,
+                request_id=tracked.request_id,
+                finish=request.status.name,
+                domain=self._facts.domain.domain_id,
+                grid_tokens=grid,
+                boundary_hashes=tuple(
+                    bytes(hashes[i]).hex() for i in range(step - 1, len(hashes), step)
+                ),
+                token_ids=tuple(request.all_token_ids) if self._options.request_log_tokens else (),
             )
+        )
 
     def _publishes_of(self, tracked: TrackedRequest) -> bool:
         return self._publishes and tracked.hints.publish

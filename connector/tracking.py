@@ -17,6 +17,7 @@ from backhaul.protocols.checkpoint import (
     Reason,
     Reuse,
 )
+from backhaul.protocols.domain import DomainRecord
 from backhaul.protocols.policy import Choice, Policy
 from backhaul.protocols.record import Chosen, InputEnd, InputEndOutcome, RequestRecord
 
@@ -48,7 +49,8 @@ class Pin:
 
 @dataclass
 class Load:
-    """A load that was offered to vLLM; from ``lease`` on, set once vLLM took it."""
+    """A load that was offered to vLLM; from ``lease`` on, set once vLLM took it. ``source`` is the
+    checkpoint's domain where it is another than the engine's own."""
 
     boundary: int
     local_tokens: int
@@ -56,6 +58,7 @@ class Load:
     age_s: float = 0.0
     producer: str = ""
     producer_age: ProducerAge = ProducerAge.PREVIOUS
+    source: DomainRecord | None = None
     lease: LeaseId = field(default=LeaseId(""))
     block_ids: tuple[int, ...] = ()
     job: Job = field(default_factory=lambda: Job(0, 1, ""))

@@ -159,9 +159,10 @@ class CheckpointMatch(msgspec.Struct, frozen=True, kw_only=True):
         consumable: the asking worker can load it now. False with exactly one ``reason``.
         age_s: seconds since it was committed; since it was evicted where it is not retained.
         hits: earlier lookups whose deepest consumable candidate it was.
-        domain: with ``DOMAIN_MISMATCH``, where it lies.
+        domain: where it lies, if that is another domain than the asking worker's.
         field: with ``DOMAIN_MISMATCH``, path of the first field in which that domain differs (see
-            ``comparison``).
+            ``comparison``). A store answers "" where its bytes can be converted: whether the
+            worker does so is for the worker to say.
 
     Raises ``ValueError`` where the tags contradict each other.
     """

@@ -27,9 +27,9 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """A checkpoint at one of the request's boundaries, with its tags.
 
     ``reason`` says why it is not consumable, ``passed_over`` why it is consumable and not selected;
-    exactly one of them is set unless it is selected. With ``DOMAIN_MISMATCH``, ``domain`` is where
-    it lies and ``field`` the first field of that domain that differs. Raises ``ValueError``
-    otherwise.
+    exactly one of them is set unless it is selected. ``domain`` is where it lies, if not in the
+    engine's own; with ``DOMAIN_MISMATCH``, ``field`` is the first field of that domain that
+    differs. Raises ``ValueError`` otherwise.
     """
 
     boundary: int
@@ -155,15 +155,26 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoggedRequest(RequestRecord, frozen=True, kw_only=True):
-    """One line of the request log: the record, and whose it is.
+    """One line of the request log: the record, whose it is, and what it takes to ask again.
 
-    ``time``: seconds since 1970, when the request ended; ``finish``: vLLM's status.
+    Attributes:
+        time: seconds since 1970, when the request ended.
+        finish: vLLM's status.
+        domain: id of the engine's cache domain.
+        grid_tokens: distance of its boundaries, tokens.
+        boundary_hashes: hex of the chained hash at every boundary of prompt and output, the first
+            at ``grid_tokens``; what a checkpoint there is named by.
+        token_ids: prompt and output; empty unless the engine was told to log them.
     """
 
     time: float
     engine: str
     request_id: str
     finish: str
+    domain: str = ""
+    grid_tokens: int = 0
+    boundary_hashes: tuple[str, ...] = ()
+    token_ids: tuple[int, ...] = ()
 
 
 def to_params(record: RequestRecord) -> dict[str, Any]:

@@ -364,7 +364,7 @@ class StatsReply(_message.Message):
     def __init__(self, instance_id: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., objects: _Optional[int] = ..., checkpoints: _Optional[int] = ..., leases: _Optional[int] = ..., publications: _Optional[int] = ..., domains: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., gauges: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class ListCheckpointsRequest(_message.Message):
-    __slots__ = ("domain_id", "limit", "domain_prefix", "kinds", "age_min_s", "age_max_s", "visibilities", "cursor", "prefix_hashes")
+    __slots__ = ("domain_id", "limit", "domain_prefix", "kinds", "age_min_s", "age_max_s", "visibilities", "cursor", "prefix_hashes", "hits_min")
     DOMAIN_ID_FIELD_NUMBER: _ClassVar[int]
     LIMIT_FIELD_NUMBER: _ClassVar[int]
     DOMAIN_PREFIX_FIELD_NUMBER: _ClassVar[int]
@@ -374,6 +374,7 @@ class ListCheckpointsRequest(_message.Message):
     VISIBILITIES_FIELD_NUMBER: _ClassVar[int]
     CURSOR_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HASHES_FIELD_NUMBER: _ClassVar[int]
+    HITS_MIN_FIELD_NUMBER: _ClassVar[int]
     domain_id: str
     limit: int
     domain_prefix: str
@@ -383,7 +384,8 @@ class ListCheckpointsRequest(_message.Message):
     visibilities: _containers.RepeatedScalarFieldContainer[str]
     cursor: str
     prefix_hashes: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, domain_id: _Optional[str] = ..., limit: _Optional[int] = ..., domain_prefix: _Optional[str] = ..., kinds: _Optional[_Iterable[str]] = ..., age_min_s: _Optional[float] = ..., age_max_s: _Optional[float] = ..., visibilities: _Optional[_Iterable[str]] = ..., cursor: _Optional[str] = ..., prefix_hashes: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    hits_min: int
+    def __init__(self, domain_id: _Optional[str] = ..., limit: _Optional[int] = ..., domain_prefix: _Optional[str] = ..., kinds: _Optional[_Iterable[str]] = ..., age_min_s: _Optional[float] = ..., age_max_s: _Optional[float] = ..., visibilities: _Optional[_Iterable[str]] = ..., cursor: _Optional[str] = ..., prefix_hashes: _Optional[_Iterable[bytes]] = ..., hits_min: _Optional[int] = ...) -> None: ...
 
 class CheckpointInfo(_message.Message):
     __slots__ = ("domain_id", "boundary", "block_hash", "kinds", "state_bytes", "attention_bytes", "age_s", "idle_s", "leases", "producer", "visibility", "hits", "common_tokens")

@@ -169,12 +169,16 @@ class CheckpointTable:
         known = domain.checkpoints.get(block_hash)
         if known is not None and (known.visible or known.boundary != boundary):
             return None  # a hash of the caller's that belongs to another position
-        for home in self.domains_of.get(block_hash, ()):
+        homes = [
+            (differing_field(domain.record, home.record), home)
+            for home in self.domains_of.get(block_hash, ())
+            if home.checkpoints[block_hash].boundary == boundary
+        ]
+        if homes:
+            field, home = min(homes, key=lambda pair: bool(pair[0]))  # a convertible one first
             foreign = home.checkpoints[block_hash]
-            if foreign.boundary == boundary:
-                match = _unusable(foreign, Reason.DOMAIN_MISMATCH, now - foreign.created_at)
-                field = differing_field(domain.record, home.record)
-                return msgspec.structs.replace(match, field=field, domain=home.id)
+            match = _unusable(foreign, Reason.DOMAIN_MISMATCH, now - foreign.created_at)
+            return msgspec.structs.replace(match, field=field, domain=home.id)
         if known is not None:
             return _unusable(known, Reason.UNCOMMITTED, now - known.created_at)
         announcement = domain.announcements.get(block_hash)
@@ -205,7 +209,8 @@ class CheckpointTable:
 
 @functools.lru_cache(maxsize=4096)
 def differing_field(ours: DomainRecord, theirs: DomainRecord) -> str:
-    """Path of the first field that keeps ``theirs`` bytes from being used in ``ours``."""
+    """Path of the first field that keeps ``theirs`` bytes from being used in ``ours``; "" where
+    they can be converted."""
     return compare(ours, theirs).field
 
 

@@ -186,6 +186,10 @@ class BlockIndex:
             remember_client(self.domains[domain_id], client, now)
         return domain_id
 
+    def domain_record(self, domain_id: DomainId) -> DomainRecord:
+        """The record of a known domain."""
+        return self._domain(domain_id, self._now).record
+
     def join(self, record: DomainRecord, member: Member, now: float, client: str = "") -> Peers:
         """Make a domain known, note who uses it, and answer who else does."""
         domain_id = self.open_domain(record, now, client)

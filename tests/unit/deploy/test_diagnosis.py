@@ -56,6 +56,15 @@ def levels(findings: list[Finding]) -> dict[str, Level]:
     return {one.check: one.level for one in findings}
 
 
+def test_domains_that_differ_in_ranks_alone_are_no_problem_where_they_convert() -> None:
+    two = info(layout=make_layout(2, pages=True), tensor_parallel=2)
+    (found, _) = check_domains([info(layout=make_layout(pages=True)), two])
+    assert (found.level, found.check) == (Level.OK, "cache domains")
+    assert "convertible: tensor_parallel 1 here, 2 there" in found.says
+    (found, _) = check_domains([info(), info(layout=make_layout(2), tensor_parallel=2)])
+    assert found.level is Level.PROBLEM
+
+
 def engine(**fields: Any) -> EngineView:
     cache = {"enable_prefix_caching": "True", "mamba_cache_mode": "align", "block_size": "16"}
     return EngineView(

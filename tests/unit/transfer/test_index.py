@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,12 +14,14 @@ from index_kit import (
     Driver,
     chain,
     keys_of,
+    make_layout,
     make_record,
     manifest_of,
 )
 
 from backhaul.protocols.checkpoint import (
     CheckpointKind,
+    DomainId,
     LeaseId,
     ObjectKey,
     PublicationId,
@@ -569,6 +572,24 @@ def test_a_checkpoint_of_another_domain_is_named_as_such() -> None:
     assert (match.reason, match.field, match.domain) == (Reason.DOMAIN_MISMATCH, "model", other)
     assert answer.lease is None
     assert driver.lookup("a", domain=other).matches[0].consumable
+
+
+def test_of_several_other_domains_a_convertible_one_is_named() -> None:
+    """Which has no field that forbids it; whatever order they were opened and filled in."""
+    for first in (True, False):
+        two, one = (make_record(layout=make_layout(ranks, pages=True)) for ranks in (2, 1))
+        two = msgspec.structs.replace(two, tensor_parallel=2)
+        driver = Driver()
+        ours, convertible = (driver.index.open_domain(r, driver.now) for r in (two, one))
+        strange = driver.open("other model")
+        for domain in (convertible, strange) if first else (strange, convertible):
+            driver.publish("a", domain=domain)
+        (match,) = driver.lookup("a", domain=ours).matches
+        assert (match.reason, match.field) == (Reason.DOMAIN_MISMATCH, "")
+        assert match.domain == convertible
+        assert driver.index.domain_record(convertible) == one
+    with pytest.raises(NotKnown):
+        driver.index.domain_record(DomainId("nobody's"))
 
 
 def test_an_announced_checkpoint_is_uncommitted_until_it_comes_or_time_is_up() -> None:
