@@ -90,7 +90,7 @@ class LookupRequest(_message.Message):
     def __init__(self, domain_id: _Optional[str] = ..., boundary_hashes: _Optional[_Iterable[bytes]] = ..., above_tokens: _Optional[int] = ..., lease_s: _Optional[float] = ..., wait_s: _Optional[float] = ...) -> None: ...
 
 class Match(_message.Message):
-    __slots__ = ("boundary", "kinds", "consumable", "reason", "age_s", "producer", "field", "domain_id", "retained", "hash_matched")
+    __slots__ = ("boundary", "kinds", "consumable", "reason", "age_s", "producer", "field", "domain_id", "retained", "hash_matched", "hits")
     BOUNDARY_FIELD_NUMBER: _ClassVar[int]
     KINDS_FIELD_NUMBER: _ClassVar[int]
     CONSUMABLE_FIELD_NUMBER: _ClassVar[int]
@@ -101,6 +101,7 @@ class Match(_message.Message):
     DOMAIN_ID_FIELD_NUMBER: _ClassVar[int]
     RETAINED_FIELD_NUMBER: _ClassVar[int]
     HASH_MATCHED_FIELD_NUMBER: _ClassVar[int]
+    HITS_FIELD_NUMBER: _ClassVar[int]
     boundary: int
     kinds: _containers.RepeatedScalarFieldContainer[str]
     consumable: bool
@@ -111,7 +112,8 @@ class Match(_message.Message):
     domain_id: str
     retained: bool
     hash_matched: bool
-    def __init__(self, boundary: _Optional[int] = ..., kinds: _Optional[_Iterable[str]] = ..., consumable: _Optional[bool] = ..., reason: _Optional[str] = ..., age_s: _Optional[float] = ..., producer: _Optional[str] = ..., field: _Optional[str] = ..., domain_id: _Optional[str] = ..., retained: _Optional[bool] = ..., hash_matched: _Optional[bool] = ...) -> None: ...
+    hits: int
+    def __init__(self, boundary: _Optional[int] = ..., kinds: _Optional[_Iterable[str]] = ..., consumable: _Optional[bool] = ..., reason: _Optional[str] = ..., age_s: _Optional[float] = ..., producer: _Optional[str] = ..., field: _Optional[str] = ..., domain_id: _Optional[str] = ..., retained: _Optional[bool] = ..., hash_matched: _Optional[bool] = ..., hits: _Optional[int] = ...) -> None: ...
 
 class LookupReply(_message.Message):
     __slots__ = ("matches", "lease_id", "waited_s", "attention_tokens", "recurrent_tokens")

@@ -194,6 +194,7 @@ class Catalog(store_pb2_grpc.CatalogServicer):
                 domain_id=match.domain,
                 retained=match.retained,
                 hash_matched=match.hash_matched,
+                hits=match.hits,
             )
             for match in answer.matches
         ]
