@@ -23,9 +23,11 @@ from backhaul.connector.presence import Presence
 from backhaul.connector.stats import StatsRecorder
 from backhaul.connector.tracking import Pin, TrackedRequest
 from backhaul.protocols.checkpoint import (
+    UNKNOWN_WORK,
     CheckpointKind,
     CheckpointManifest,
     DomainId,
+    PrefillWork,
     PublicationId,
     Reason,
     primary_kind,
@@ -79,6 +81,7 @@ class Publisher:
         stats: StatsRecorder,
         presence: Presence | None = None,
         events: KvEvents,
+        work: PrefillWork = UNKNOWN_WORK,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._options = options
@@ -94,6 +97,7 @@ class Publisher:
         self._stats = stats
         self._presence = presence
         self._events = events
+        self._work = work
         self._clock = clock
         self._outbox: list[PublishJob] = []
         self._sending: dict[int, _Sending] = {}
@@ -129,12 +133,17 @@ class Publisher:
         start, end = request.num_computed_tokens, request.num_computed_tokens + tokens
         if tracked.pins:
             self.confirm(tracked, start - request.num_in_flight_tokens, table)
-        passes = tokens > self._grid  # more boundaries in one step than states it leaves behind
+        # Attention leaves every position behind, recurrent layers only some of them.
+        recurrent = self._layout.has_recurrent
+        passes = recurrent and tokens > self._grid
         for pin in tracked.pins.values() if passes else ():
             pin.passable |= not pin.confirmed and start < pin.boundary < end
         # The position that this step starts from is one too: decode begins with a state that was
         # handed over, and a local hit may lie on an end that the store lacks.
-        for boundary in sorted({start, end // self._grid * self._grid}):
+        reached = {start, end // self._grid * self._grid}
+        if not recurrent:
+            reached |= tracked.ends.within(start, end)
+        for boundary in sorted(reached):
             if boundary % self._grid or boundary < max(start, 1):
                 continue
             inside = start < boundary < end
@@ -379,6 +388,7 @@ class Publisher:
             kinds=kinds,
             producer=self._engine_id,
             user_turn=CheckpointKind.INPUT_END in kinds and tracked.hints.user_turn,
+            work=self._work,
         )
         job = self._dispatch(tracked, publication, blocks, manifest, kinds, pin.boundary)
         if job is None:

@@ -149,7 +149,7 @@ def _build(directory: Path, manifest: dict[str, object], shape: Shape, seed: int
         new.mkdir()
         save_file(_weights(shape, seed), new / "model.safetensors", metadata={"format": "pt"})
         (new / "model.safetensors").chmod(0o644)
-        _write_tokenizer(new)
+        write_tokenizer(new)
         _write_json(new / "config.json", _config(shape))
         _write_json(new / "generation_config.json", _token_config() | {"do_sample": False})
         _write_json(new / MANIFEST, manifest)
@@ -209,7 +209,8 @@ def _config(shape: Shape) -> dict[str, object]:
     }
 
 
-def _write_tokenizer(directory: Path) -> None:
+def write_tokenizer(directory: Path) -> None:
+    """Write the byte-level tokenizer and its chat template into ``directory``."""
     # Byte-level BPE without merges. The alphabet maps each byte to a printable character.
     alphabet = {_byte_character(b): b for b in range(256)}
     tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
