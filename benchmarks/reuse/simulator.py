@@ -50,6 +50,7 @@ from backhaul.protocols.checkpoint import CheckpointKind, LeaseId, primary_kind
 from backhaul.protocols.match_history import MatchHistory, observe
 from backhaul.protocols.options import FinishReason, Options
 from backhaul.protocols.policy import Choice, Policy
+from backhaul.protocols.record import Candidate
 from backhaul.transfer.index import LookupAnswer
 from backhaul.transfer.strategies import DEFAULT, Admission, Strategies
 
@@ -489,7 +490,7 @@ class Simulator:
             min_gain_tokens=self._options.min_load_tokens,
         )
         candidates = tag_candidates(job.answer.matches, job.selected, limits)
-        self._history.add(job.hints.template, job.hints.client, observe(candidates))
+        self._learn(job, candidates)
         chosen = next((c for c in candidates if c.selected), None)
         kind = primary_kind(chosen.kinds) if chosen else ""
         hit = job.resume
@@ -530,6 +531,16 @@ class Simulator:
                 residency_s=now - job.sent_at,
             )
         )
+
+    def _learn(self, job: _Job, candidates: Sequence[Candidate]) -> None:
+        """As the connector does."""
+        hints, prompt = job.hints, job.prompt
+        continues = self._history.continued(reversed(prompt), job.turn.prompt_tokens)
+        self._history.add(hints.template, hints.client, observe(candidates, continues))
+        blocks = (hints.u_end or 0) // self._shape.grid
+        if job.choice.decode_end and 0 < blocks <= len(prompt):
+            boundary = blocks * self._shape.grid
+            self._history.expect(prompt[blocks - 1], boundary, job.turn.prompt_tokens)
 
     def _arm_result(self, begin: float) -> ArmResult:
         seconds = max(self._last_end - begin, 0.0)
