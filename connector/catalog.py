@@ -15,9 +15,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
+from backhaul.connector.foreign import ConvertibleDomains, Foreign
 from backhaul.protocols.checkpoint import LeaseId, Reason
 from backhaul.protocols.domain import DomainRecord
-from backhaul.protocols.errors import StoreError, StoreUnavailable
+from backhaul.protocols.errors import StoreDenied, StoreError, StoreUnavailable
 from backhaul.protocols.options import Options
 from backhaul.transfer.base import LookupResult, Store
 
@@ -34,12 +35,20 @@ _OWED_MAX = 4096
 @dataclass
 class Answer:
     """What a lookup came to. ``reason`` is set where the store could not be asked; ``seconds`` is
-    how long it took to answer."""
+    how long it took to answer; ``foreign`` is what was found in a convertible domain, whose
+    checkpoints are among the result's matches and come with a lease of their own."""
 
     result: LookupResult
     reason: Reason | None = None
     expires: float = 0.0
     seconds: float | None = None
+    foreign: Foreign | None = None
+
+    @property
+    def leases(self) -> list[LeaseId]:
+        """Every lease that came with it."""
+        foreign = self.foreign.lease if self.foreign else None
+        return [lease for lease in (self.result.lease, foreign) if lease is not None]
 
 
 @dataclass
@@ -72,6 +81,7 @@ class Catalog:
         self._leases: set[LeaseId] = set()
         self._lock = threading.Lock()  # guards _leases: filled on the threads below
         self._domain_known = False
+        self._convertible = ConvertibleDomains(store, domain, options.convert_buffer_bytes)
         self._owed: deque[tuple[Callable[[], object], float]] = deque(maxlen=_OWED_MAX)
         self._repeat: threading.Timer | None = None  # both guarded by _lock
         self._threads = ThreadPoolExecutor(max_workers=4, thread_name_prefix="backhaul-catalog")
@@ -119,11 +129,16 @@ class Catalog:
         pending = self._pending.get(request_id)
         return pending.answer.seconds if pending is not None and pending.answer else None
 
-    def take(self, request_id: str) -> LeaseId | None:
-        """Use the answer: its lease is now the caller's to release."""
-        pending = self._pending.pop(request_id)
-        assert pending.answer is not None
-        return pending.answer.result.lease
+    def take(self, request_id: str, *, foreign: bool = False) -> LeaseId | None:
+        """Use the answer: its lease, or that of its ``foreign`` part, is now the caller's to
+        release."""
+        answer = self._pending.pop(request_id).answer
+        assert answer is not None
+        lease = answer.foreign.lease if foreign and answer.foreign else answer.result.lease
+        for other in answer.leases:
+            if other != lease:
+                self.release(other)
+        return lease
 
     def drop(self, request_id: str) -> None:
         """Forget a lookup and give its lease back. Harmless where there is none."""
@@ -132,8 +147,9 @@ class Catalog:
             return
         if pending.answer is None:
             self._abandon(pending)
-        elif pending.answer.result.lease is not None:
-            self.release(pending.answer.result.lease)
+        else:
+            for lease in pending.answer.leases:
+                self.release(lease)
 
     def release(self, lease: LeaseId) -> None:
         """Give a lease back."""
@@ -208,23 +224,28 @@ class Catalog:
             )
         except StoreError as error:
             logger.debug("backhaul: lookup failed: %s", error)
-            return Answer(LookupResult(), Reason.UNREACHABLE, float("inf"))
+            denied = isinstance(error, StoreDenied)
+            reason = Reason.DENIED if denied else Reason.UNREACHABLE
+            return Answer(LookupResult(), reason, float("inf"))
         except Exception:
             logger.exception("backhaul: unexpected error in a lookup")
             return Answer(LookupResult(), Reason.INTERNAL, float("inf"))
-        seconds = self._clock() - asked
-        if result.lease is None:
-            return Answer(result, None, float("inf"), seconds)
-        with self._lock:
-            self._leases.add(result.lease)
-        # Half the lease is left for the load that follows.
-        return Answer(result, None, asked + options.lease_s / 2, seconds)
+        result, foreign = self._convertible.extend(
+            result, boundary_hashes, lease_s=options.lease_s, timeout_s=options.lookup_timeout_s
+        )
+        answer = Answer(result, None, float("inf"), self._clock() - asked, foreign)
+        if answer.leases:
+            with self._lock:
+                self._leases.update(answer.leases)
+            # Half the lease is left for the load that follows.
+            answer.expires = asked + options.lease_s / 2
+        return answer
 
     def _abandon(self, pending: _Pending) -> None:
         """Release the lease of a lookup whose answer nobody waits for any more."""
 
         def on_done(future: Future[Answer]) -> None:
-            if not future.cancelled() and (lease := future.result().result.lease) is not None:
+            for lease in () if future.cancelled() else future.result().leases:
                 self.release(lease)
 
         pending.future.add_done_callback(on_done)

@@ -17,9 +17,12 @@ from backhaul.connector.fingerprints import (
     revision_of,
     weights_fingerprint,
 )
+from backhaul.connector.pages import describe_page
 from backhaul.protocols.domain import DomainRecord
 from backhaul.protocols.errors import UnsupportedError
 from backhaul.protocols.layout import CacheLayout, GroupKind, GroupLayout
+from backhaul.protocols.sharding import Page
+from backhaul.protocols.work import ModelWork, model_work
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +37,7 @@ class EngineFacts:
         object_bytes: group index -> bytes of one block of the group on one rank.
         drops_block: vLLM keeps a prompt's last recurrent state one block lower, because an EAGLE
             group gives up its last matched block.
+        work: what a prefill costs; None where the model's shape is not understood.
     """
 
     layout: CacheLayout
@@ -42,6 +46,7 @@ class EngineFacts:
     num_blocks: int
     object_bytes: dict[int, int]
     drops_block: bool = False
+    work: ModelWork | None = None
 
 
 def engine_facts(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
@@ -61,7 +66,15 @@ def engine_facts(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
         drops_block=bool(
             layout.has_recurrent and speculative and speculative.use_eagle_block_drop()
         ),
+        work=_work(vllm_config.model_config),
     )
+
+
+def _work(model: Any) -> ModelWork | None:
+    work = model_work(model.hf_text_config.to_dict())
+    if work is None:
+        logger.info("backhaul: the model's shape is not understood, avoided FLOPs stay 0")
+    return work
 
 
 def cache_layout(vllm_config: Any, kv_cache_config: Any) -> CacheLayout:
@@ -74,9 +87,8 @@ def cache_layout(vllm_config: Any, kv_cache_config: Any) -> CacheLayout:
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             raise UnsupportedError(f"{name}={getattr(parallel, name)} is not supported; use 1")
-    tensor = parallel.tensor_parallel_size
     groups = tuple(
-        _group_layout(index, group, tensor)
+        _group_layout(index, group, vllm_config, _kv_layout(vllm_config, kv_cache_config))
         for index, group in enumerate(kv_cache_config.kv_cache_groups)
     )
     outside = set(range(len(groups))) - set(kv_cache_config.prefix_cacheable_group_ids)
@@ -117,12 +129,22 @@ def _layer_specs(group: Any) -> list[Any]:
     return [spec] * len(group.layer_names)
 
 
-def _group_layout(index: int, group: Any, tensor: int) -> GroupLayout:
+def _kv_layout(vllm_config: Any, kv_cache_config: Any) -> str:
+    """vLLM's name of the order of an attention page's dimensions; "" where it has not said."""
+    layout = kv_cache_config.kv_cache_layout or vllm_config.cache_config.kv_cache_layout
+    return str(getattr(layout, "name", layout) or "")
+
+
+def _group_layout(index: int, group: Any, vllm_config: Any, kv_layout: str) -> GroupLayout:
     from vllm.v1 import kv_cache_interface as kv
 
     layers = _layer_specs(group)
+    tensor = vllm_config.parallel_config.tensor_parallel_size
     if not layers:
-        raise UnsupportedError(f"KV cache group {index} has no layer")
+        raise UnsupportedError(
+            f"KV cache group {index} has no layer on one of the pipeline stages: set "
+            "VLLM_PP_LAYER_PARTITION so that each stage has layers of every kind"
+        )
     spec, window = layers[0], 0
     # Every tensor-parallel rank computes these in full: one latent for all heads, or a state that
     # is declared so.
@@ -160,7 +182,25 @@ def _group_layout(index: int, group: Any, tensor: int) -> GroupLayout:
         members=digest(list(group.layer_names)),
         interior=_interiors(layers),
         copies=tensor if replicated else 1,
+        page=_page(layers, vllm_config, kv_layout) if kv_layout else (),
     )
+
+
+def _page(layers: Sequence[Any], vllm_config: Any, kv_layout: str) -> Page:
+    """How the pages of a group's layers are cut over ranks; () unless all are alike and known."""
+    model = vllm_config.model_config
+    pages = {
+        describe_page(
+            spec,
+            config=model.hf_text_config,
+            tensor=vllm_config.parallel_config.tensor_parallel_size,
+            kv_heads=model.get_total_num_kv_heads(),
+            kv_layout=kv_layout,
+            conv_first=_conv_layout() == "DS",
+        )
+        for spec in layers
+    }
+    return pages.pop() if len(pages) == 1 else ()
 
 
 _INTERIOR = (
@@ -206,7 +246,7 @@ def cache_domain(vllm_config: Any, kv_cache_config: Any, layout: CacheLayout) ->
             f"vLLM schedules in blocks of {scheduler_block} tokens, its KV cache groups meet every "
             f"{layout.boundary_tokens}: unset --block-size and --mamba-block-size"
         )
-    kv_layout = kv_cache_config.kv_cache_layout or cache.kv_cache_layout
+    kv_layout = _kv_layout(vllm_config, kv_cache_config)
     if not kv_layout:
         raise UnsupportedError(
             "vLLM has not said how KV pages are laid out; set VLLM_KV_CACHE_LAYOUT"
@@ -226,15 +266,27 @@ def cache_domain(vllm_config: Any, kv_cache_config: Any, layout: CacheLayout) ->
         kv_dtype=_kv_dtype(specs, str(cache.cache_dtype)),
         state_dtypes=_state_dtypes(specs),
         conv_layout=_conv_layout() if layout.has_recurrent else "",
-        kv_layout=str(kv_layout),
+        kv_layout=kv_layout,
         attention_backend=_attention_backend(vllm_config, specs),
         platform=platform_name(),
         cpu_isa=cpu_isa(),
         tensor_parallel=parallel.tensor_parallel_size,
         pipeline_parallel=parallel.pipeline_parallel_size,
+        pipeline_layers=_pipeline_layers(model, parallel.pipeline_parallel_size),
         speculative_tokens=speculative.num_speculative_tokens if speculative else 0,
         vllm=".".join(vllm.__version__.split(".")[:2]),
     )
+
+
+def _pipeline_layers(model: Any, stages: int) -> str:
+    """Layers of each stage, e.g. ``12,12``; "" for a single one. The scheduler half sees the
+    first stage's layers only."""
+    from vllm.distributed.utils import get_pp_indices
+
+    if stages == 1:
+        return ""
+    cuts = [get_pp_indices(model.get_total_num_hidden_layers(), i, stages) for i in range(stages)]
+    return ",".join(str(end - start) for start, end in cuts)
 
 
 def _weights(model: Any, load: Any) -> str:

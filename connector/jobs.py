@@ -87,6 +87,7 @@ class Job:
     reason: Reason | None = None
     nbytes: int = 0
     seconds: float = 0.0
+    state_bytes: int = 0
 
     @property
     def finished(self) -> bool:
@@ -118,6 +119,7 @@ class JobBook:
         if report.outcome:
             job.done += 1
             job.nbytes += report.nbytes
+            job.state_bytes += report.state_bytes
             job.seconds = max(job.seconds, report.seconds)
             job.reason = job.reason or report.reason
         job.settled += report.settled

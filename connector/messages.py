@@ -29,12 +29,14 @@ class BlockRef(NamedTuple):
 
 
 class LoadJob(NamedTuple):
-    """Fill ``blocks`` from the store under ``lease`` for one request."""
+    """Fill ``blocks`` from the store under ``lease`` for one request. ``source`` is the domain
+    that the bytes come from where they have to be converted."""
 
     job_id: int
     request_id: str
     lease: LeaseId
     blocks: tuple[BlockRef, ...]
+    source: DomainRecord | None = None
 
 
 class PublishJob(NamedTuple):
@@ -64,7 +66,8 @@ class JobReport(NamedTuple):
 
     The first one has ``outcome`` True; ``reason`` None then means success. ``settled`` False says
     that the blocks may still be touched although the job is over; a second report, with only
-    ``settled`` True, follows.
+    ``settled`` True, follows. ``state_bytes``: of a publication, bytes of the recurrent states
+    that this rank stores.
     """
 
     job_id: int
@@ -73,6 +76,7 @@ class JobReport(NamedTuple):
     reason: Reason | None = None
     nbytes: int = 0
     seconds: float = 0.0
+    state_bytes: int = 0
 
 
 @dataclass

@@ -57,7 +57,8 @@ def judge(peers: Peers) -> PathState:
     """The state after an answer."""
     if not peers.known:
         return PathState.UNKNOWN
-    return PathState.OPEN if peers.loaders else PathState.NO_LOADER
+    converting = any(one.loaders and not one.field for one in peers.elsewhere)
+    return PathState.OPEN if peers.loaders or converting else PathState.NO_LOADER
 
 
 def has_path(known: Known, *, loads: bool, own_prefill: bool) -> bool:

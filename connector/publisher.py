@@ -23,9 +23,11 @@ from backhaul.connector.presence import Presence
 from backhaul.connector.stats import StatsRecorder
 from backhaul.connector.tracking import Pin, TrackedRequest
 from backhaul.protocols.checkpoint import (
+    UNKNOWN_WORK,
     CheckpointKind,
     CheckpointManifest,
     DomainId,
+    PrefillWork,
     PublicationId,
     Reason,
     primary_kind,
@@ -79,6 +81,7 @@ class Publisher:
         stats: StatsRecorder,
         presence: Presence | None = None,
         events: KvEvents,
+        work: PrefillWork = UNKNOWN_WORK,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._options = options
@@ -87,9 +90,6 @@ class Publisher:
         self._domain = domain
         self._engine_id = engine_id
         self._object_bytes = object_bytes
-        self._state_bytes = layout.ranks * sum(
-            object_bytes[g.index] for g in layout.groups if g.kind is GroupKind.RECURRENT
-        )
         self._store = store
         self._catalog = catalog
         self._holds = holds
@@ -97,6 +97,7 @@ class Publisher:
         self._stats = stats
         self._presence = presence
         self._events = events
+        self._work = work
         self._clock = clock
         self._outbox: list[PublishJob] = []
         self._sending: dict[int, _Sending] = {}
@@ -132,12 +133,17 @@ class Publisher:
         start, end = request.num_computed_tokens, request.num_computed_tokens + tokens
         if tracked.pins:
             self.confirm(tracked, start - request.num_in_flight_tokens, table)
-        passes = tokens > self._grid  # more boundaries in one step than states it leaves behind
+        # Attention leaves every position behind, recurrent layers only some of them.
+        recurrent = self._layout.has_recurrent
+        passes = recurrent and tokens > self._grid
         for pin in tracked.pins.values() if passes else ():
             pin.passable |= not pin.confirmed and start < pin.boundary < end
         # The position that this step starts from is one too: decode begins with a state that was
         # handed over, and a local hit may lie on an end that the store lacks.
-        for boundary in sorted({start, end // self._grid * self._grid}):
+        reached = {start, end // self._grid * self._grid}
+        if not recurrent:
+            reached |= tracked.ends.within(start, end)
+        for boundary in sorted(reached):
             if boundary % self._grid or boundary < max(start, 1):
                 continue
             inside = start < boundary < end
@@ -382,6 +388,7 @@ class Publisher:
             kinds=kinds,
             producer=self._engine_id,
             user_turn=CheckpointKind.INPUT_END in kinds and tracked.hints.user_turn,
+            work=self._work,
         )
         job = self._dispatch(tracked, publication, blocks, manifest, kinds, pin.boundary)
         if job is None:
@@ -449,7 +456,7 @@ class Publisher:
         if job.reason is None:
             if sending.pathless:
                 self._stats.count("publication_failures", Reason.NO_PUBLICATION_PATH)
-            self._count_published(sending.kinds)
+            self._count_published(sending.kinds, job.state_bytes)
             if tracked is not None and CheckpointKind.INPUT_END in sending.kinds:
                 self._stats.count("user_turns_published", n=tracked.hints.user_turn)
             if tracked is not None:
@@ -462,10 +469,10 @@ class Publisher:
             self._stats.count("publication_failures", job.reason)
         self._end_publication(sending.publication)
 
-    def _count_published(self, kinds: tuple[CheckpointKind, ...]) -> None:
+    def _count_published(self, kinds: tuple[CheckpointKind, ...], state_bytes: int) -> None:
         primary = primary_kind(kinds)
         self._stats.count("checkpoints_published", primary)
-        self._stats.count("published_state_bytes", primary, n=self._state_bytes)
+        self._stats.count("published_state_bytes", primary, n=state_bytes)
         for kind in kinds:
             self._stats.count("publications", kind)
             self._stats.count("duplicate_ends", kind, n=kind != primary)

@@ -23,7 +23,7 @@ class GroupRegions:
     def __init__(self, tensors: Sequence[Any], num_blocks: int) -> None:
         bases, strides, sizes = [], [], []
         for tensor in tensors:
-            blocks = _by_block(tensor, num_blocks)
+            blocks = kv_blocks(tensor, num_blocks)
             item = blocks.element_size()
             runs = dense_runs(tuple(blocks.shape[1:]), tuple(blocks.stride()[1:]))
             for offset, length in runs:
@@ -46,7 +46,7 @@ class GroupRegions:
         return segments
 
 
-def _by_block(tensor: Any, num_blocks: int) -> Any:
+def kv_blocks(tensor: Any, num_blocks: int) -> Any:
     """The tensor with vLLM's blocks as dimension 0 (kernel blocks may be finer)."""
     count = int(tensor.shape[0])
     if count == num_blocks:
@@ -74,6 +74,11 @@ def dense_runs(shape: tuple[int, ...], strides: tuple[int, ...]) -> list[tuple[i
     for stride, size in dims:
         offsets = [base + i * stride for i in range(size) for base in offsets]
     return [(offset, length) for offset in sorted(offsets)]
+
+
+def memory_order(strides: Sequence[int]) -> tuple[int, ...]:
+    """Dimensions of a strided array as they lie in memory, outermost first."""
+    return tuple(sorted(range(len(strides)), key=lambda dim: -strides[dim]))
 
 
 def memory_regions(tensors: Mapping[str, Any]) -> list[MemoryRegion]:

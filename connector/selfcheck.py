@@ -171,7 +171,12 @@ SURFACES: tuple[Surface, ...] = (
         _in_order("update_connector_output(", "finished_recving_kv_req_ids.add("),
     ),
     Surface(
-        "vllm.v1.kv_cache_interface", "MambaSpec", "align mode", source_has("mamba_cache_mode")
+        "vllm.v1.kv_cache_interface", "MambaSpec", "align mode and what a state consists of",
+        source_has("mamba_cache_mode", "mamba_type", "shapes", "dtypes", "tp_replicated"),
+    ),
+    Surface(
+        "vllm.distributed.utils", "get_pp_indices", "layers of a pipeline stage",
+        parameters("num_hidden_layers", "pp_rank", "pp_size"),
     ),
     Surface(
         "vllm.v1.kv_cache_interface", "KVCacheConfig", "hash unit and groups",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import threading
 from collections.abc import Sequence
 from typing import Any, Self
@@ -17,6 +18,7 @@ from typing import Any, Self
 import jinja2
 
 from backhaul.render import encoders
+from backhaul.render.reasoning import ReasoningRules, ReasoningUse
 from backhaul.render.reasons import Reason, UEnd
 from backhaul.render.template import MarkedTemplate, Rendering
 from backhaul.render.tokens import u_end_tokens
@@ -28,11 +30,18 @@ _active = threading.local()
 
 
 class Recorder:
-    """What was seen of one request's render. Used by one thread at a time."""
+    """What was seen of one request's render. Used by one thread at a time.
+
+    Attributes:
+        template: names the template that was rendered; "" where none was.
+        reasoning_use: what that template does with the reasoning of earlier replies.
+    """
 
     def __init__(self) -> None:
         self.reason: Reason | None = Reason.OPAQUE_PROMPT
         self.suffix: Sequence[int] = ()
+        self.template = ""
+        self.reasoning_use: ReasoningUse | None = None
         self._rendering: Rendering | None = None
 
     def __enter__(self) -> Self:
@@ -46,6 +55,9 @@ class Recorder:
     def render(self, template: RecordedTemplate, variables: dict[str, Any]) -> str:
         """Render once, with marks where the template allows it."""
         self._rendering, self.reason = None, Reason.ERROR
+        self.template = template.digest
+        with contextlib.suppress(Exception):
+            self.reasoning_use = template.rules.use(variables) if template.rules else None
         if template.marked is not None:
             self.reason = template.marked.reason
             try:
@@ -90,8 +102,12 @@ class RecordedTemplate:
     def __init__(self, plain: jinja2.Template, source: str) -> None:
         self.plain = plain
         self.marked: MarkedTemplate | None = None
+        self.rules: ReasoningRules | None = None
+        self.digest = hashlib.sha256(source.encode()).hexdigest()[:16]
         with contextlib.suppress(Exception):
             self.marked = MarkedTemplate(source, plain.environment)
+        with contextlib.suppress(Exception):
+            self.rules = ReasoningRules(plain.environment.parse(source))
 
     def __getattr__(self, name: str) -> Any:
         if name == "plain":  # Asked for before __init__ ran, by copy or pickle.

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from backhaul.connector.conversion import Converter
 from backhaul.connector.messages import (
     BlockRef,
     JobReport,
@@ -20,8 +21,14 @@ from backhaul.connector.messages import (
 from backhaul.connector.regions import GroupRegions, memory_regions
 from backhaul.protocols.checkpoint import ObjectKey, Reason
 from backhaul.protocols.domain import DomainRecord
-from backhaul.protocols.errors import StoreError, StoreFull, StoreRejected, StoreUnavailable
-from backhaul.protocols.layout import CacheLayout
+from backhaul.protocols.errors import (
+    StoreDenied,
+    StoreError,
+    StoreFull,
+    StoreRejected,
+    StoreUnavailable,
+)
+from backhaul.protocols.layout import CacheLayout, GroupKind
 from backhaul.protocols.options import Options
 from backhaul.transfer.base import (
     GrantStatus,
@@ -50,7 +57,10 @@ class WorkerHalf:
         self._rank = rank
         self._owners = {group.index: group.owner(rank) for group in layout.groups}
         self._kv_cache_config = kv_cache_config
+        self._states = {g.index for g in layout.groups if g.kind is GroupKind.RECURRENT}
         self._groups: dict[int, GroupRegions] = {}
+        self._domain: DomainRecord | None = None
+        self._converter: Converter | None = None
         self._event: Callable[[], Any] | None = None
         self._done: queue.SimpleQueue[tuple[JobReport, str | None, Unsettled | None]] = (
             queue.SimpleQueue()
@@ -64,20 +74,30 @@ class WorkerHalf:
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
         """vLLM allocated its cache, one tensor per layer: register it for transfers."""
         config = self._kv_cache_config
-        for index in config.prefix_cacheable_group_ids:
-            names = config.kv_cache_groups[index].layer_names
-            self._groups[index] = GroupRegions(
-                [kv_caches[name] for name in names], config.num_blocks
+        layers = {
+            index: [kv_caches[name] for name in config.kv_cache_groups[index].layer_names]
+            for index in config.prefix_cacheable_group_ids
+        }
+        for index, tensors in layers.items():
+            self._groups[index] = GroupRegions(tensors, config.num_blocks)
+        regions = memory_regions(kv_caches)
+        if self._options.convert_buffer_bytes:
+            self._converter = Converter(
+                self._store,
+                self._rank,
+                layers,
+                config.num_blocks,
+                self._options.convert_buffer_bytes,
             )
-        tensors = {name: kv_caches[name] for name in kv_caches}
-        self._store.attach(memory_regions(tensors))
-        if any(t.device.type == "cuda" for t in tensors.values()):
+            regions.append(self._converter.region)
+        self._store.attach(regions)
+        if any(t.device.type == "cuda" for t in kv_caches.values()):
             self._event = _cuda_event
 
     def submit(self, meta: StepMetadata) -> None:
         """Start this step's jobs, behind everything that is already on the device's stream."""
         if meta.domain is not None:
-            domain = meta.domain
+            domain = self._domain = meta.domain
             self._publishes.submit(self._open_domain, domain)
         if not (meta.loads or meta.publishes):
             return
@@ -150,13 +170,31 @@ class WorkerHalf:
             reason=None if result.ok else result.reason or Reason.INTERNAL,
             nbytes=result.nbytes,
             seconds=time.monotonic() - started,
+            state_bytes=self._state_bytes(job) if isinstance(job, PublishJob) else 0,
         )
         request_id = job.request_id if isinstance(job, LoadJob) else None
         self._done.put((report, request_id, result.unsettled))
 
+    def _state_bytes(self, job: PublishJob) -> int:
+        """Bytes of the job's states that this rank stores."""
+        return sum(
+            self._groups[block.group].object_bytes
+            for block in job.blocks
+            if block.group in self._states and self._owners[block.group] == self._rank
+        )
+
     def _load(self, job: LoadJob) -> TransferResult:
         if not job.blocks:
             return TransferResult(ok=False, reason=Reason.INTERNAL)
+        if job.source is not None:
+            if self._converter is None or self._domain is None:
+                return TransferResult(ok=False, reason=Reason.INTERNAL)
+            return self._converter.load(
+                job,
+                self._domain,
+                verify=self._options.verify_loads,
+                timeout_s=self._options.load_timeout_s,
+            )
         items = [
             LoadItem(self._key(block), self._groups[block.group].segments(block.block_id))
             for block in job.blocks
@@ -242,6 +280,8 @@ def _reason_of(error: StoreError) -> Reason:
         return Reason.STORE_FULL
     if isinstance(error, StoreUnavailable):
         return Reason.UNREACHABLE
+    if isinstance(error, StoreDenied):
+        return Reason.DENIED
     if isinstance(error, StoreRejected):
         return Reason.UNCOMMITTED
     return Reason.INTERNAL

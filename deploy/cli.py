@@ -16,6 +16,7 @@ from backhaul.deploy import (
     explain_command,
     lint_command,
     proxy_command,
+    report_command,
     simulate_command,
     store_command,
     trace_command,
@@ -37,6 +38,7 @@ app.command("up")(up_command.up)
 app.command("checkpoints")(checkpoints_command.checkpoints)
 app.command("doctor")(doctor_command.doctor)
 app.command("explain")(explain_command.explain)
+app.command("report")(report_command.report)
 app.command("simulate")(simulate_command.simulate)
 app.command("lint-template")(lint_command.lint_template)
 app.command("trace")(trace_command.trace)

@@ -15,7 +15,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -86,11 +86,13 @@ CHAT_TEMPLATE = """\
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of the model. With these a state page fits 32 tokens of attention KV."""
+    """Sizes of the model. With these a state page fits 32 tokens of attention KV. The last of
+    every ``attention_interval`` layers is a full attention layer."""
 
     vocab: int = 320
     hidden: int = 256
     layers: int = 4
+    attention_interval: int = 4
     heads: int = 4
     kv_heads: int = 2
     head_dim: int = 192
@@ -105,19 +107,23 @@ class Shape:
 SHAPE = Shape()
 
 
-def build_tiny_model(directory: Path, *, seed: int = 0) -> Path:
+def build_tiny_model(
+    directory: Path, *, seed: int = 0, attention_interval: int = SHAPE.attention_interval
+) -> Path:
     """Write the model into ``directory`` unless it is there already; return ``directory``.
 
-    Equal seeds give equal bytes. Safe when several processes build the same directory at once.
+    Equal arguments give equal bytes. Safe when several processes build the same directory at once.
+    With ``attention_interval=2`` each of two pipeline stages has layers of both kinds.
     """
     directory = Path(directory)
-    manifest = {"format": FORMAT_VERSION, "seed": seed, "shape": asdict(SHAPE)}
+    shape = replace(SHAPE, attention_interval=attention_interval)
+    manifest = {"format": FORMAT_VERSION, "seed": seed, "shape": asdict(shape)}
     if _is_built(directory, manifest):
         return directory
     directory.parent.mkdir(parents=True, exist_ok=True)
     with _locked(directory.with_name(f".{directory.name}.lock")):
         if not _is_built(directory, manifest):
-            _build(directory, manifest, seed)
+            _build(directory, manifest, shape, seed)
     return directory
 
 
@@ -136,15 +142,15 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _build(directory: Path, manifest: dict[str, object], seed: int) -> None:
+def _build(directory: Path, manifest: dict[str, object], shape: Shape, seed: int) -> None:
     scratch = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
     try:
         new = scratch / "new"
         new.mkdir()
-        save_file(_weights(SHAPE, seed), new / "model.safetensors", metadata={"format": "pt"})
+        save_file(_weights(shape, seed), new / "model.safetensors", metadata={"format": "pt"})
         (new / "model.safetensors").chmod(0o644)
-        _write_tokenizer(new)
-        _write_json(new / "config.json", _config(SHAPE))
+        write_tokenizer(new)
+        _write_json(new / "config.json", _config(shape))
         _write_json(new / "generation_config.json", _token_config() | {"do_sample": False})
         _write_json(new / MANIFEST, manifest)
         if directory.exists():
@@ -174,7 +180,7 @@ def _config(shape: Shape) -> dict[str, object]:
         "vocab_size": shape.vocab,
         "hidden_size": shape.hidden,
         "num_hidden_layers": shape.layers,
-        "full_attention_interval": shape.layers,
+        "full_attention_interval": shape.attention_interval,
         "num_attention_heads": shape.heads,
         "num_key_value_heads": shape.kv_heads,
         "head_dim": shape.head_dim,
@@ -203,7 +209,8 @@ def _config(shape: Shape) -> dict[str, object]:
     }
 
 
-def _write_tokenizer(directory: Path) -> None:
+def write_tokenizer(directory: Path) -> None:
+    """Write the byte-level tokenizer and its chat template into ``directory``."""
     # Byte-level BPE without merges. The alphabet maps each byte to a printable character.
     alphabet = {_byte_character(b): b for b in range(256)}
     tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
@@ -274,7 +281,7 @@ def _weights(shape: Shape, seed: int) -> dict[str, torch.Tensor]:
         layer = f"model.layers.{i}"
         w.put(f"{layer}.input_layernorm.weight", torch.zeros(shape.hidden))
         w.put(f"{layer}.post_attention_layernorm.weight", torch.zeros(shape.hidden))
-        if i == shape.layers - 1:
+        if (i + 1) % shape.attention_interval == 0:
             _put_attention(w, f"{layer}.self_attn")
         else:
             _put_delta_net(w, f"{layer}.linear_attn")

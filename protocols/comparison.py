@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import msgspec
 
 from backhaul.protocols.domain import DomainRecord
+from backhaul.protocols.sharding import divides, page_bytes
 
 
 class Verdict(enum.StrEnum):
@@ -27,16 +28,49 @@ class Verdict(enum.StrEnum):
 
 
 class Conversion(NamedTuple):
-    """One way to use bytes of a domain that differs in one field."""
+    """One way to use bytes of a domain that differs in one field.
+
+    Attributes:
+        path: the field, without group indices: ``layout.groups.block_tokens``.
+        name: how, for people.
+        covers: fields that may differ along with it.
+        fits: whether it can be done between two domains.
+    """
 
     path: str
-    """The field, without group indices: ``layout.groups.block_tokens``."""
     name: str
+    covers: frozenset[str] = frozenset()
+    fits: Callable[[DomainRecord, DomainRecord], bool] = lambda ours, theirs: True
 
 
-CONVERSIONS: tuple[Conversion, ...] = ()
-"""Every field that may differ and still be convertible. None is implemented: bytes are only used
-inside one domain."""
+def pages_are_known(ours: DomainRecord, theirs: DomainRecord) -> bool:
+    """Whether it is known of every group of both how its pages are cut, to the byte; of several
+    pipeline stages the record describes the first one only."""
+    return ours.pipeline_parallel == 1 and all(
+        group.page
+        and divides(group.page, record.tensor_parallel)
+        and page_bytes(group.page, record.tensor_parallel) == group.page_bytes
+        for record in (ours, theirs)
+        for group in record.layout.groups
+    )
+
+
+CONVERSIONS: tuple[Conversion, ...] = (
+    Conversion(
+        "tensor_parallel",
+        "taking heads together or apart",
+        frozenset(
+            {
+                "layout.ranks",
+                "layout.groups.interior",
+                "layout.groups.page_bytes",
+                "layout.groups.copies",
+            }
+        ),
+        pages_are_known,
+    ),
+)
+"""Every field that may differ and still be convertible."""
 
 FOLLOWS: Mapping[str, tuple[str, ...]] = {
     "weights": ("model", "revision", "quantization"),
@@ -65,6 +99,11 @@ FOLLOWS: Mapping[str, tuple[str, ...]] = {
         "layout.groups",
     ),
     "layout.groups.copies": ("model", "tensor_parallel", "layout.groups"),
+    "layout.groups.page": (
+        "model", "kv_dtype", "state_dtypes", "compute_dtype", "kv_layout", "conv_layout",
+        "speculative_tokens", "layout.groups.block_tokens", "tensor_parallel", "layout.groups",
+    ),
+    "pipeline_layers": ("pipeline_parallel", "model"),
     "layout.groups.kind": ("model", "layout.groups"),
     "layout.groups.index": ("layout.groups",),
     "layout.groups.window_tokens": ("model", "layout.groups"),
@@ -96,6 +135,7 @@ OPTIONS: Mapping[str, str] = {
     "hash_probe": "PYTHONHASHSEED",
     "tensor_parallel": "--tensor-parallel-size",
     "pipeline_parallel": "--pipeline-parallel-size",
+    "pipeline_layers": "VLLM_PP_LAYER_PARTITION",
     "layout.groups.block_tokens": "--block-size, --mamba-block-size",
     "layout.hash_tokens": "--prefix-match-unit",
 }
@@ -162,7 +202,7 @@ def compare(
     a, b = flatten(ours), flatten(theirs)
     paths = [path for path in (*a, *(p for p in b if p not in a)) if a.get(path) != b.get(path)]
     changed = dict.fromkeys(_general(path) for path in paths)
-    by_path = {one.path: one.name for one in conversions}
+    by_path = {one.path: one.name for one in conversions if _applies(one, changed, ours, theirs)}
     found = [
         Difference(
             path,
@@ -180,15 +220,25 @@ def compare(
     return Comparison(Verdict.CONVERTIBLE if usable else Verdict.MISMATCH, tuple(found))
 
 
+def _applies(
+    conversion: Conversion, changed: Mapping[str, None], ours: DomainRecord, theirs: DomainRecord
+) -> bool:
+    """Whether a conversion bridges a difference together with all that follows from it."""
+    followers = {path for path in changed if conversion.path in FOLLOWS.get(path, ())}
+    return followers <= conversion.covers and conversion.fits(ours, theirs)
+
+
 def flatten(record: DomainRecord) -> dict[str, str]:
     """Path -> value as text of every field, in the record's order; ``layout.groups`` holds the
-    number of groups."""
+    number of groups, and a page is one value."""
     flat: dict[str, str] = {}
 
     def add(path: str, value: Any) -> None:
         if isinstance(value, dict):
             for name, inner in value.items():
                 add(f"{path}.{name}" if path else name, inner)
+        elif path.endswith("].page"):
+            flat[path] = msgspec.json.encode(value).decode() if value else ""
         elif isinstance(value, (list, tuple)) and any(isinstance(inner, dict) for inner in value):
             flat[path] = str(len(value))
             for index, inner in enumerate(value):

@@ -2,7 +2,7 @@
 
 The record is canonical JSON (sorted keys, no spaces); its SHA-256 gives the short id under which
 objects are stored. Every field is kept, so that a mismatch can be named (see ``comparison``). Two
-workers exchange bytes only inside one id.
+workers exchange bytes only inside one id, or by one of the conversions there.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from backhaul.protocols.checkpoint import DomainId
 from backhaul.protocols.errors import StoreRejected, UnsupportedError
 from backhaul.protocols.layout import CacheLayout
 
-DOMAIN_VERSION = 2
+DOMAIN_VERSION = 3
 """Version of the record's meaning.
 
 1: first version.
 2: compute type, drafting model, CPU instruction set and scheduler block as fields of their own;
    groups name their layers, their page's interior, whether they belong to the draft and how many
    ranks hold them alike.
+3: layers per pipeline stage; groups say how their pages are cut over ranks.
 """
 
 
@@ -49,6 +50,7 @@ class DomainRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         platform: device family and model.
         cpu_isa: instruction sets that decide a page's interior on a CPU, or "".
         tensor_parallel, pipeline_parallel: sharding of every object.
+        pipeline_layers: layers of each stage, or "" with one stage.
         speculative_tokens: draft tokens; they change the recurrent page.
         vllm: major and minor version of vLLM, whose layouts may change between versions.
     """
@@ -73,6 +75,7 @@ class DomainRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     cpu_isa: str = ""
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
+    pipeline_layers: str = ""
     speculative_tokens: int = 0
     vllm: str
 

@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from backhaul.protocols.errors import UnsupportedError
+from backhaul.protocols.sharding import Page
 
 
 class GroupKind(enum.StrEnum):
@@ -47,6 +48,8 @@ class GroupLayout(msgspec.Struct, frozen=True, kw_only=True):
         members: digest of the layers' names in their order, which is the order inside an object.
         interior: what a page consists of (heads, sizes, state shapes), as people read it.
         copies: consecutive ranks that hold the same bytes; the first of them stores them for all.
+        page: how a page is cut over tensor-parallel ranks, the same for any number of them; ()
+            where that is not known.
     """
 
     index: int
@@ -59,6 +62,7 @@ class GroupLayout(msgspec.Struct, frozen=True, kw_only=True):
     members: str = ""
     interior: str = ""
     copies: int = 1
+    page: Page = ()
 
     def owner(self, rank: int) -> int:
         """The rank whose shard of this group ``rank`` holds, too: part of every object's key."""

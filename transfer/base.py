@@ -46,6 +46,7 @@ from backhaul.protocols.checkpoint import (
     Reason,
 )
 from backhaul.protocols.domain import DomainRecord
+from backhaul.protocols.errors import StoreRejected
 
 Segments = npt.NDArray[np.uint64]
 """Memory of one object on a worker: shape [n, 2], columns (address, bytes), in object order."""
@@ -227,7 +228,8 @@ class Member(NamedTuple):
 
 
 class Elsewhere(NamedTuple):
-    """Engines of another domain, and the first field in which it differs, with both values."""
+    """Engines of another domain, and the first field in which it differs, with both values; the
+    field is "" where bytes of either can be converted."""
 
     domain: DomainId
     field: str
@@ -303,6 +305,11 @@ class Store(abc.ABC):
         A backend that keeps no table of its clients says so."""
         self.open_domain(record, timeout_s=timeout_s)
         return Peers(known=False)
+
+    def domain_record(self, domain: DomainId, *, timeout_s: float) -> DomainRecord:
+        """The record of a domain that a lookup named. Raises ``StoreRejected`` where it is not
+        known; a backend that keeps no records knows none."""
+        raise StoreRejected(f"the record of domain {domain} is not known here")
 
     @abc.abstractmethod
     def announce(

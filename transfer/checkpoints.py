@@ -169,12 +169,16 @@ class CheckpointTable:
         known = domain.checkpoints.get(block_hash)
         if known is not None and (known.visible or known.boundary != boundary):
             return None  # a hash of the caller's that belongs to another position
-        for home in self.domains_of.get(block_hash, ()):
+        homes = [
+            (differing_field(domain.record, home.record), home)
+            for home in self.domains_of.get(block_hash, ())
+            if home.checkpoints[block_hash].boundary == boundary
+        ]
+        if homes:
+            field, home = min(homes, key=lambda pair: bool(pair[0]))  # a convertible one first
             foreign = home.checkpoints[block_hash]
-            if foreign.boundary == boundary:
-                match = _unusable(foreign, Reason.DOMAIN_MISMATCH, now - foreign.created_at)
-                field = differing_field(domain.record, home.record)
-                return msgspec.structs.replace(match, field=field, domain=home.id)
+            match = _unusable(foreign, Reason.DOMAIN_MISMATCH, now - foreign.created_at)
+            return msgspec.structs.replace(match, field=field, domain=home.id)
         if known is not None:
             return _unusable(known, Reason.UNCOMMITTED, now - known.created_at)
         announcement = domain.announcements.get(block_hash)
@@ -205,7 +209,8 @@ class CheckpointTable:
 
 @functools.lru_cache(maxsize=4096)
 def differing_field(ours: DomainRecord, theirs: DomainRecord) -> str:
-    """Path of the first field that keeps ``theirs`` bytes from being used in ``ours``."""
+    """Path of the first field that keeps ``theirs`` bytes from being used in ``ours``; "" where
+    they can be converted."""
     return compare(ours, theirs).field
 
 
@@ -263,6 +268,26 @@ def with_diverged(
     return [by_boundary[boundary] for boundary in sorted(by_boundary, reverse=True)]
 
 
+def with_incomplete(
+    matches: Sequence[CheckpointMatch], incomplete: Sequence[tuple[int, Reason]], above: int
+) -> list[CheckpointMatch]:
+    """Add what the prefix's objects reach without a checkpoint: nobody can say for which end they
+    were sent. Not at or below ``above``, and none where the boundary has a candidate already."""
+    by_boundary = {match.boundary: match for match in matches}
+    for boundary, reason in incomplete:
+        if boundary > above:
+            match = CheckpointMatch(
+                boundary=boundary,
+                kinds=(),
+                consumable=False,
+                reason=reason,
+                retained=False,
+                hash_matched=False,
+            )
+            by_boundary.setdefault(boundary, match)
+    return [by_boundary[boundary] for boundary in sorted(by_boundary, reverse=True)]
+
+
 def consumable(checkpoint: Checkpoint, now: float) -> CheckpointMatch:
     """A visible checkpoint as lookups answer it."""
     return CheckpointMatch(
@@ -271,6 +296,7 @@ def consumable(checkpoint: Checkpoint, now: float) -> CheckpointMatch:
         consumable=True,
         age_s=now - checkpoint.created_at,
         producer=checkpoint.producer,
+        hits=checkpoint.hits,
     )
 
 
@@ -311,6 +337,7 @@ def _unusable(known: Checkpoint | Tombstone, reason: Reason, age_s: float) -> Ch
         hash_matched=reason not in NOT_RETAINED and reason is not Reason.HASH_MISMATCH,
         age_s=age_s,
         producer=known.producer,
+        hits=known.hits,
     )
 
 

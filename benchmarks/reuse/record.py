@@ -142,7 +142,8 @@ class RequestResult(msgspec.Struct, frozen=True, kw_only=True, tag="request", ta
         junction_known: a consumable candidate was a junction.
         reason: why nothing was loaded, where there is one.
         forced_splits: prefill chunks that were ended for a checkpoint.
-        saved_flops, prefill_flops: estimated work of the reused tokens, and of the whole prompt.
+        saved_flops, loaded_flops, prefill_flops: estimated work of the reused tokens, of the
+            loaded ones among them, and of the whole prompt.
         arrival_s: when it was sent, since the arm's beginning.
         ttft_s: from there to the first token for the user.
         residency_s: from there to the end of its output.
@@ -170,6 +171,7 @@ class RequestResult(msgspec.Struct, frozen=True, kw_only=True, tag="request", ta
     reason: str = ""
     forced_splits: int = 0
     saved_flops: float = 0.0
+    loaded_flops: float = 0.0
     prefill_flops: float = 0.0
     arrival_s: float = 0.0
     ttft_s: float = 0.0

@@ -135,12 +135,9 @@ class _PrefillWorker:
         self.ready: deque[_Job] = deque()  # loaded, to be computed first
         self.busy = False
         self.holding = 0  # requests that hold pages
+        self.waiting = 0  # requests that were sent here and are not prefilled
         self.reads = Link(deployment.read_bytes_per_s, deployment.call_s)
         self.writes = Link(deployment.write_bytes_per_s, deployment.call_s)
-
-    @property
-    def waiting(self) -> int:
-        return len(self.queue) + len(self.ready) + self.busy
 
 
 class _DecodeWorker:
@@ -240,6 +237,7 @@ class Simulator:
         tokens = max(turn.prompt_tokens - self._deployment.handed_tokens, 1)
         hints = parse_hints(_facts(turn), turn.prompt_tokens)
         worker = self._route(turn)
+        worker.waiting += 1
         prompt = hashes[: tokens // self._shape.grid]
         job = _Job(turn, hints, hashes, prompt, tokens, self.clock.now, worker)
         history = self._history.of(hints.template, hints.client)
@@ -401,6 +399,7 @@ class Simulator:
             states=job.states,
         )
         worker.holding -= 1
+        worker.waiting -= 1
         worker.busy = False
         target = min(self.decode, key=lambda w: w.running + len(w.queue))
         nbytes = job.tokens * self._shape.kv_bytes + self._shape.state_bytes
@@ -524,6 +523,7 @@ class Simulator:
                 reason="" if chosen else str(next(reasons, "")),
                 forced_splits=len(job.stops),
                 saved_flops=self._shape.prefill_flops(0, hit),
+                loaded_flops=self._shape.prefill_flops(job.local_tokens, hit),
                 prefill_flops=self._shape.prefill_flops(0, job.tokens),
                 arrival_s=job.sent_at,
                 ttft_s=job.first_token_at - job.sent_at,

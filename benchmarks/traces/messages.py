@@ -55,10 +55,13 @@ def read_messages(path: Path, skips: Skips, rules: TextRules) -> Iterator[Turn]:
 
 def _dialogues(path: Path, skips: Skips) -> Iterator[Record]:
     if is_document(path):
-        found = list(document_elements(path))
-        if found and "role" in members(found[0]):
-            found = [Record(1, read_document(path))]
-        yield from found
+        parts = document_elements(path)
+        first = next(parts, None)
+        if first is not None and "role" in members(first):
+            yield Record(1, read_document(path))
+        elif first is not None:
+            yield first
+            yield from parts
         return
     for record in read_lines(path, skips):
         try:

@@ -99,6 +99,14 @@ def test_a_checkpoint_of_another_domain_comes_with_the_field_that_differs(
     assert writer.lookup(chain)[0] == [2 * BOUNDARY]
 
 
+def test_the_record_of_a_domain_that_somebody_opened(new_client: ClientMaker) -> None:
+    record = make_domain()
+    new_client().open_domain(record, timeout_s=TIMEOUT_S)
+    assert new_client().domain_record(record.domain_id, timeout_s=TIMEOUT_S) == record
+    with pytest.raises(StoreRejected, match=r"not known|unknown"):
+        new_client().domain_record(DomainId("nobody's"), timeout_s=TIMEOUT_S)
+
+
 def test_joining_opens_the_domain(new_client: ClientMaker) -> None:
     store, record = new_client(), make_domain()
     join(store, record, member(loads=True))

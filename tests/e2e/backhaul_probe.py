@@ -29,8 +29,37 @@ class Probe:
                 found.add(digest.hexdigest())
         return sorted(found)
 
-    def probe_close_gate(self, operation: str) -> bool:
-        """Hold every further ``read``, ``reserve`` or ``commit`` of this worker's store."""
+    def probe_make_stage_buffers(self) -> bool:
+        """What a later pipeline stage receives into. vLLM's CPU workers make it only while they
+        warm up for compilation, which eager ones do not: their first step would fail."""
+        runner: Any = self.model_runner  # type: ignore[attr-defined]
+        from vllm.distributed import get_pp_group
+
+        if get_pp_group().is_first_rank:
+            return False
+        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+            batch_size=runner.max_num_tokens, dtype=runner.dtype, device=runner.device
+        )
+        return True
+
+    def probe_state_bytes(self) -> int:
+        """Bytes of one state on this rank, over all recurrent groups."""
+        attention = _attention_group()
+        groups = _half()._groups.items()
+        return sum(regions.object_bytes for group, regions in groups if group != attention)
+
+    def probe_zero(self) -> bool:
+        """Zero every page; only while no request holds any."""
+        for group, regions in _half()._groups.items():
+            for block in range(1, regions.num_blocks):
+                _zero(group, block)
+        return True
+
+    def probe_close_gate(self, operation: str, rank: int | None = None) -> bool:
+        """Hold every further ``read``, ``reserve`` or ``commit`` of this worker's store; with a
+        rank, of that worker's only."""
+        if rank not in (None, _half()._rank):
+            return False
         store, gate = _half()._store, threading.Event()
         original = getattr(store, operation)
 
@@ -44,6 +73,8 @@ class Probe:
 
     def probe_open_gate(self, operation: str) -> bool:
         """Let held calls go on, and later ones pass."""
+        if operation not in _GATES:
+            return False
         gate, original = _GATES.pop(operation)
         setattr(_half()._store, operation, original)
         gate.set()

@@ -9,6 +9,7 @@ AsyncScheduler.
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 import time
@@ -26,7 +27,10 @@ from backhaul.deploy.pair import Pair
 from backhaul.deploy.tiny_model import build_tiny_model
 
 HERE = Path(__file__).parent
-PROBE_ENV = {"PYTHONPATH": str(HERE), "VLLM_SERVER_DEV_MODE": "1"}
+PROBE_ENV = {
+    "PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]),
+    "VLLM_SERVER_DEV_MODE": "1",
+}
 PROBE_ARGS = ("--worker-extension-cls=backhaul_probe.Probe",)
 
 
@@ -34,6 +38,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in Path(item.path).parents:
             item.add_marker(pytest.mark.engine)
+    # Its engines end with it. The others' stay to the end, and idle ones keep their cores busy.
+    items.sort(key=lambda item: item.path.name != "test_families.py")
 
 
 @pytest.fixture(scope="session")

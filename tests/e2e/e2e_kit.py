@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,6 +18,9 @@ from backhaul.deploy.engines import Engine, EngineSpec, StoreDaemon, backhaul_co
 from backhaul.deploy.pair import EngineClient, Leg, Pair, Turn, scrape
 from backhaul.deploy.processes import Cluster
 from backhaul.deploy.tiny_model import TOKEN_IDS
+from backhaul.protocols.layout import checkpoint_objects
+from backhaul.transfer.backends.inspector import StoreInspector
+from backhaul.transfer.registry import open_store
 
 B = 32
 """The boundary grid that vLLM derives for the tiny model; a test checks it against the engine."""
@@ -79,6 +83,27 @@ def agree(a: Leg, b: Leg, tolerance: float) -> bool:
     return True
 
 
+def call_probe(client: EngineClient, method: str, *args: Any) -> Any:
+    """Call a probe method on the engine's worker."""
+    response = httpx.post(
+        f"{client.engine.url}/collective_rpc",
+        json={"method": method, "args": list(args), "timeout": 60},
+        timeout=90,
+    )
+    response.raise_for_status()
+    return response.json()["results"][0]
+
+
+@contextmanager
+def tampered(client: EngineClient, mode: str) -> Iterator[None]:
+    """Spoil what loads put into memory for the length of the block."""
+    call_probe(client, "probe_tamper", mode)
+    try:
+        yield
+    finally:
+        call_probe(client, "probe_tamper", "off")
+
+
 class Session:
     """A pair with the operations of the tests."""
 
@@ -123,13 +148,7 @@ class Session:
 
     def rpc(self, client: EngineClient, method: str, *args: Any) -> Any:
         """Call a probe method on the engine's worker."""
-        response = httpx.post(
-            f"{client.engine.url}/collective_rpc",
-            json={"method": method, "args": list(args), "timeout": 60},
-            timeout=90,
-        )
-        response.raise_for_status()
-        return response.json()["results"][0]
+        return call_probe(client, method, *args)
 
     @contextmanager
     def gate(self, client: EngineClient, operation: str) -> Iterator[None]:
@@ -142,12 +161,9 @@ class Session:
 
     @contextmanager
     def tampered(self, client: EngineClient, mode: str) -> Iterator[None]:
-        """Spoil what loads put into memory for the length of the block."""
-        self.rpc(client, "probe_tamper", mode)
-        try:
+        """See the function of that name."""
+        with tampered(client, mode):
             yield
-        finally:
-            self.rpc(client, "probe_tamper", "off")
 
     def gauges(self, client: EngineClient) -> dict[str, float]:
         """The engine's state gauges."""
@@ -236,12 +252,83 @@ class AlonePair:
             assert_idle(client, lambda c=client: c.complete([97], max_tokens=1))
 
 
+class Solo:
+    """One engine that runs Backhaul alone (``kv_both``), with a store of its own: it publishes what
+    it decodes, forgets it, and loads it again. Started by whoever runs ``services``."""
+
+    def __init__(
+        self,
+        model: Path,
+        log_dir: Path,
+        *,
+        core: str,
+        args: Sequence[str],
+        env: Mapping[str, str],
+    ) -> None:
+        self.store = StoreDaemon(log_dir, name=f"store-{model.name}", capacity="128MiB")
+        options: Mapping[str, Any] = {"stream_min_bytes": 1, "publish_on": ["stop", "length"]}
+        self.engine = Engine(
+            EngineSpec(
+                name=model.name,
+                model=model,
+                cores=core,
+                kv_transfer_config=backhaul_config(self.store.uri, **options),
+                args=(
+                    "--max-model-len=1024",
+                    "--num-gpu-blocks-override=512",
+                    *args,
+                ),
+                env=env,
+            ),
+            log_dir,
+        )
+        self.services = (self.store, self.engine)
+        self.client = EngineClient(self.engine)
+
+    def run(self, prompt: Sequence[int], max_tokens: int = 8, **more: Any) -> Leg:
+        """A reply of exactly ``max_tokens`` tokens, with log-probabilities."""
+        return self.client.complete(
+            prompt, max_tokens=max_tokens, ignore_eos=True, logprobs=10, **more
+        )
+
+    def turn(self, prompt: Sequence[int], reply: int, rng: random.Random, **more: Any) -> list[int]:
+        """Run a turn, let it be published, and answer the next turn's prompt: 24 tokens more."""
+        leg = self.run(prompt, reply, **more)
+        assert len(leg.tokens) == reply
+        self.settle()
+        return [*prompt, *leg.tokens, *tokens(rng, 24)]
+
+    def cold(self, prompt: Sequence[int], max_tokens: int = 8, **more: Any) -> Leg:
+        """A recompute that nothing cached can help; publishes nothing."""
+        leg = self.run(
+            prompt,
+            max_tokens,
+            cache_salt=uuid.uuid4().hex,
+            transfer={"backhaul": {"publish": False}},
+            **more,
+        )
+        assert leg.cached_tokens == 0
+        return leg
+
+    def forget(self) -> None:
+        """Empty the engine's prefix cache, and the memory behind it: what a request then resumes
+        from can only have come out of the store."""
+        self.settle()
+        self.client.reset_prefix_cache()
+        call_probe(self.client, "probe_zero")
+
+    def settle(self) -> None:
+        """Wait until nothing is under way: every gauge is back at zero."""
+        assert_idle(self.client, lambda: self.client.complete([97], max_tokens=1))
+
+
 def assert_idle(client: EngineClient, nudge: Any) -> None:
     """All gauges are zero, within 20 s."""
     deadline = time.monotonic() + 20.0
     while True:
         metrics = client.metrics()
-        left = {name: metrics[f"backhaul:{name}"] for name in GAUGES}
+        # An engine that ran no step yet has not reported any.
+        left = {name: metrics.get(f"backhaul:{name}", math.inf) for name in GAUGES}
         if not any(left.values()):
             return
         assert time.monotonic() < deadline, f"{client.engine.name} still holds {left}"
@@ -255,3 +342,41 @@ def wait_until(condition: Any, what: str, seconds: float = 20.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"did not happen within {seconds:.0f} s: {what}"
         time.sleep(0.1)
+
+
+def published_checksums(
+    uri: str, prompt: Sequence[int], end: int, *, ranks: int = 1
+) -> list[set[str]]:
+    """Checksums (hex) of all objects of the checkpoint at ``end``, as their writers gave them: one
+    set a rank."""
+    import grpc
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core.kv_cache_utils import hash_block_tokens, init_none_hash
+
+    from backhaul.protocols import store_pb2 as pb
+    from backhaul.protocols import store_pb2_grpc as rpc
+
+    function = get_hash_fn_by_name("sha256")
+    init_none_hash(function)
+    hashes: list[bytes] = []
+    parent = None
+    for start in range(0, end, B):
+        parent = hash_block_tokens(function, parent, prompt[start : start + B], None)
+        hashes.append(bytes(parent))
+    store = open_store(uri, client_name="test")
+    with StoreInspector(uri, timeout_s=5) as inspector:
+        domain = next(d for d in inspector.domains() if d.record.layout.ranks == ranks)
+    result = store.lookup(domain.id, hashes, lease_s=10, timeout_s=5)
+    assert result.lease is not None and result.matches[0].boundary == end
+    found: list[set[str]] = [set() for _ in range(ranks)]
+    with grpc.insecure_channel(uri.removeprefix("backhaul://")) as channel:
+        stub = rpc.CatalogStub(channel)
+        for rank, (group, name) in product(
+            range(ranks), checkpoint_objects(domain.record.layout, end, hashes)
+        ):
+            keys = [pb.Key(rank=rank, group=group, block_hash=name)]
+            reply = stub.Locate(pb.LocateRequest(lease_id=result.lease, keys=keys))
+            found[rank].add(f"{reply.locations[0].checksum:016x}")
+    store.release([result.lease], timeout_s=5)
+    store.close()
+    return found

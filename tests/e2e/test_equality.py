@@ -6,9 +6,16 @@ from __future__ import annotations
 import random
 
 import pytest
-from e2e_kit import COLD_TOLERANCE, B, Session, agree, boundary, tokens, worst_difference
-
-from backhaul.transfer.registry import open_store
+from e2e_kit import (
+    COLD_TOLERANCE,
+    B,
+    Session,
+    agree,
+    boundary,
+    published_checksums,
+    tokens,
+    worst_difference,
+)
 
 RECURRENT_GROUPS = 3
 
@@ -35,47 +42,11 @@ def test_loaded_pages_hold_the_published_bytes(pair: Session, rng: random.Random
     leg = pair.prefill(second)
     assert leg.backhaul is not None and leg.backhaul["loaded_tokens"] == boundary(400, 80)
     pages = set(pair.rpc(pair.pair.prefill, "probe_digests"))
-    written = published_checksums(pair, second, boundary(400, 80))
+    (written,) = published_checksums(pair.pair.store.uri, second, boundary(400, 80))
     # Every attention block below the boundary, and one state of each recurrent group.
     assert len(written) == boundary(400, 80) // B + RECURRENT_GROUPS
     assert written <= pages
     assert written - before, "the pages held these bytes already: nothing was shown"
-
-
-def published_checksums(session: Session, prompt: list[int], end: int) -> set[str]:
-    """Checksums of all objects of the checkpoint at ``end``, as their writer gave them."""
-    import grpc
-    from vllm.utils.hashing import get_hash_fn_by_name
-    from vllm.v1.core.kv_cache_utils import hash_block_tokens, init_none_hash
-
-    from backhaul.protocols import store_pb2 as pb
-    from backhaul.protocols import store_pb2_grpc as rpc
-
-    function = get_hash_fn_by_name("sha256")
-    init_none_hash(function)
-    hashes: list[bytes] = []
-    parent = None
-    for start in range(0, end, B):
-        parent = hash_block_tokens(function, parent, prompt[start : start + B], None)
-        hashes.append(bytes(parent))
-    store = open_store(session.pair.store.uri, client_name="test")
-    domain = store.list_checkpoints(timeout_s=5)[0].domain
-    result = store.lookup(domain, hashes, lease_s=10, timeout_s=5)
-    assert result.lease is not None and result.matches[0].boundary == end
-    found: set[str] = set()
-    with grpc.insecure_channel(session.pair.store.uri.removeprefix("backhaul://")) as channel:
-        stub = rpc.CatalogStub(channel)
-        for group in range(RECURRENT_GROUPS + 1):
-            for name in hashes:
-                keys = [pb.Key(rank=0, group=group, block_hash=name)]
-                try:
-                    reply = stub.Locate(pb.LocateRequest(lease_id=result.lease, keys=keys))
-                except grpc.RpcError:
-                    continue  # no state at this boundary
-                found.add(f"{reply.locations[0].checksum:016x}")
-    store.release([result.lease], timeout_s=5)
-    store.close()
-    return found
 
 
 def test_the_matrix_of_hits_gives_one_output(pair: Session, rng: random.Random) -> None:

@@ -8,7 +8,19 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from harness import ATTENTION, BLOCK, FULL, HYBRID, MIXED, STATE, Finished, Pair, SimEngine, new_uri
+from harness import (
+    ATTENTION,
+    BLOCK,
+    FULL,
+    HYBRID,
+    MIXED,
+    STATE,
+    WINDOW,
+    Finished,
+    Pair,
+    SimEngine,
+    new_uri,
+)
 from sim_model import cold_output
 
 from backhaul.connector.publisher import Publisher
@@ -164,6 +176,27 @@ def test_a_rewritten_output_falls_back_to_the_end_of_the_input(pair: Pair, u_end
     assert second.resumed == u_end // B * B
     if second.resumed:
         assert second.params["backhaul"]["selected"]["kind"] == "input_end"
+    pair.check_idle()
+
+
+@pytest.mark.parametrize("budget", [20, 512])
+@pytest.mark.parametrize("groups", [(FULL,), (WINDOW, FULL)], ids=["attention", "windows"])
+def test_attention_alone_has_every_end_of_a_chunk_that_passes_it(
+    pair: Pair, groups: tuple[Any, ...], budget: int
+) -> None:
+    """No chunk is forced to end there, and none needs to: also where P_end lies inside, since a
+    prompt of whole blocks can be resumed one block lower only."""
+    decode = pair.engine(groups=groups, budget=budget)
+    prefill = pair.engine(groups=groups)
+    prompt = tokens(7 * B, 1)
+    decode.run(prompt, 2 * B, u_end=3 * B + 1)
+    ends = {3 * B: "input_end", 6 * B: "prompt_end"}
+    for boundary, kind in ends.items():
+        assert kind in dict(kinds(pair))[boundary]
+        second = prefill.run(prompt[: boundary + 1] + tokens(3 * B, boundary), 5)
+        assert second.resumed == boundary
+        assert second.params["backhaul"]["selected"]["kind"] == kind
+    assert not any(n for name, n in decode.counters.items() if name.startswith("forced_chunk"))
     pair.check_idle()
 
 

@@ -211,6 +211,15 @@ class EmbeddedStore(Store):
         """See ``Store``. The domain is remembered even where this raises."""
         return wire.peers(self._keeper.join(record, member, time.monotonic() + timeout_s))
 
+    def domain_record(self, domain: DomainId, *, timeout_s: float) -> DomainRecord:
+        """See ``Store``."""
+        deadline = time.monotonic() + timeout_s
+        reply = self._keeper.call("ListDomains", store_pb2.ListDomainsRequest(), deadline)
+        for message in reply.domains:
+            if message.domain_id == domain:
+                return wire.domain_info(message).record
+        raise NotKnown(f"domain {domain} is not known here")
+
     def announce(
         self, domain: DomainId, boundary: int, block_hash: bytes, *, ttl_s: float, timeout_s: float
     ) -> None:

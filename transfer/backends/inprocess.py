@@ -158,6 +158,11 @@ class InProcessStore(Store):
         with self._open():
             return self._index.join(record, member, time.monotonic())
 
+    def domain_record(self, domain: DomainId, *, timeout_s: float) -> DomainRecord:
+        """See ``Store``."""
+        with self._open():
+            return self._index.domain_record(domain)
+
     def announce(
         self, domain: DomainId, boundary: int, block_hash: bytes, *, ttl_s: float, timeout_s: float
     ) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from backhaul.benchmarks.reuse.trace import Turn, shared_prefix
 from backhaul.benchmarks.traces import Reason, TraceError, open_trace
@@ -117,3 +120,36 @@ def test_what_is_not_a_number_is_not_json(tmp_path: Path) -> None:
     path.write_text('{"timestamp": NaN, "input_length": 4, "output_length": 1, "hash_ids": [1]}')
     with pytest.raises(TraceError, match=r":1: line .*: is no JSON: invalid character \(byte 14\)"):
         list(open_trace(path, "mooncake"))
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.lists(st.integers(0, 1), max_size=3), st.integers(1, 512), st.integers(0, 900)
+        ),
+        min_size=1,
+        max_size=7,
+    )
+)
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_prompts_share_their_common_blocks_and_less_than_one_more(
+    tmp_path: Path, shapes: list[tuple[list[int], int, int]]
+) -> None:
+    """Full blocks of a small tree, then one that is filled as far as given: what is inferred of
+    partly filled blocks never reaches over the first block that differs."""
+    ids: dict[tuple[Any, ...], int] = {}
+    lines = []
+    for way, filled, output in shapes:
+        blocks = [tuple(way[: i + 1]) for i in range(len(way))] + [(*way, "last", filled)]
+        hash_ids = [ids.setdefault(block, len(ids)) for block in blocks]
+        lines.append(_line(0, 512 * len(way) + filled, output, hash_ids))
+    turns = _read(tmp_path, lines)
+    for (a, one), (b, other) in itertools.combinations(zip(lines, turns, strict=True), 2):
+        assert (one.prompt_tokens, one.output_tokens) == (a["input_length"], a["output_length"])
+        pairs = zip(a["hash_ids"], b["hash_ids"], strict=False)
+        same = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
+        least = min(512 * same, a["input_length"], b["input_length"])
+        assert least <= shared_prefix(one.prompt, other.prompt) <= 512 * same + 512
+    assert {turn.after for turn in turns} <= {"", *(turn.request for turn in turns)}
+    for i, turn in enumerate(turns):
+        assert turn.after in ("", *(earlier.request for earlier in turns[:i]))

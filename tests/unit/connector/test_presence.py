@@ -26,6 +26,7 @@ RECORD = DomainRecord(
 )  # fmt: skip
 ALONE, TWO = Peers(), Peers(loaders=2)
 ELSEWHERE = Peers(elsewhere=(Elsewhere(DomainId("d2"), "kv_dtype", "bfloat16", "fp8", 3, 0),))
+CONVERTS = Peers(elsewhere=(Elsewhere(DomainId("d3"), "", "", "", 1, 0), *ELSEWHERE.elsewhere))
 DECODE = Member("decode", loads=False, publishes=True)
 BOTH = Member("decode", loads=True, publishes=True)
 
@@ -36,6 +37,8 @@ BOTH = Member("decode", loads=True, publishes=True)
         (Known(), True, True),
         (Known(judge(TWO), TWO), True, True),
         (Known(judge(ALONE), ALONE), False, True),
+        (Known(judge(ELSEWHERE), ELSEWHERE), False, True),
+        (Known(judge(CONVERTS), CONVERTS), True, True),
         (Known(judge(Peers(known=False))), True, True),
         (Known(PathState.UNREACHABLE), False, False),
         (Known(PathState.REFUSED), False, False),

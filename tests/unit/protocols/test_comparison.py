@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backhaul.protocols.comparison import (
-    CONVERSIONS,
     FOLLOWS,
     OPTIONS,
     Comparison,
@@ -22,6 +21,7 @@ from backhaul.protocols.comparison import (
 )
 from backhaul.protocols.domain import DomainRecord
 from backhaul.protocols.layout import CacheLayout, GroupKind, GroupLayout
+from backhaul.protocols.sharding import Part, Rows, page_bytes
 
 GROUPS = tuple(
     GroupLayout(
@@ -76,6 +76,8 @@ def changed(path: tuple[Any, ...]) -> DomainRecord:
         new = old * 2 + (old == 0)
         if path[-1] == "hash_tokens":
             new = 32
+    elif path[-1] == "page":
+        new = [{"count": 1, "parts": [{"units": 2, "nbytes": 2048}]}]
     elif isinstance(old, list):
         new = ["float16", *old[1:]]
     else:
@@ -177,8 +179,75 @@ def test_another_number_of_groups_is_named_before_its_groups() -> None:
 # -- conversion -------------------------------------------------------------------------------
 
 
-def test_no_conversion_is_claimed() -> None:
-    assert CONVERSIONS == ()
+HEADS = (Rows(1, (Part(4, 512),)),)
+STATE = (Rows(3, (Part(4, 16), Part(4, 16), Part(8, 32))), Rows(1, (Part(8, 100),)))
+LATENT = (Rows(1, (Part(1, 4096),)),)
+
+
+def sharded(tensor: int, **changes: Any) -> DomainRecord:
+    """A domain of so many tensor-parallel ranks, whose pages are known; block sizes were fixed."""
+    groups = tuple(
+        GroupLayout(
+            index=index, kind=kind, block_tokens=64, layers=2, members=f"m{index}",
+            interior=f"{kind} over {tensor}", page=page, page_bytes=page_bytes(page, tensor),
+            copies=tensor if page is LATENT else 1,
+        )
+        for index, (kind, page) in enumerate(
+            ((GroupKind.FULL, HEADS), (GroupKind.RECURRENT, STATE), (GroupKind.FULL, LATENT))
+        )
+    )  # fmt: skip
+    layout = CacheLayout(groups=groups, hash_tokens=16, ranks=tensor)
+    one_stage = {"pipeline_parallel": 1, "tensor_parallel": tensor, "layout": layout}
+    return msgspec.structs.replace(RECORD, **(one_stage | changes))
+
+
+@pytest.mark.parametrize("theirs", [1, 4])
+def test_another_number_of_ranks_is_convertible_by_heads(theirs: int) -> None:
+    found = compare(sharded(2), sharded(theirs))
+    assert (found.verdict, found.field) == (Verdict.CONVERTIBLE, "")
+    assert f"convertible: tensor_parallel 2 here, {theirs} there" in found.line()
+    assert "(by taking heads together or apart)" in found.line()
+
+
+def test_blocks_that_grew_with_the_ranks_are_not() -> None:
+    """Other blocks have other hashes and end elsewhere."""
+    other = sharded(4)
+    groups = tuple(msgspec.structs.replace(g, block_tokens=128) for g in other.layout.groups)
+    layout = msgspec.structs.replace(other.layout, groups=groups)
+    found = compare(sharded(2), msgspec.structs.replace(other, layout=layout))
+    assert (found.verdict, found.field) == (Verdict.MISMATCH, "tensor_parallel")
+
+
+@pytest.mark.parametrize(
+    "group",
+    [
+        {"page": ()},
+        {"page_bytes": 1},
+        {"page": (Rows(1, (Part(3, 512),)),)},
+    ],
+    ids=["unknown", "of other bytes", "that ranks cannot share"],
+)
+@pytest.mark.parametrize("side", ["ours", "theirs"])
+def test_a_page_that_is_not_known_to_the_byte_is_not(group: dict[str, Any], side: str) -> None:
+    records = {"ours": sharded(2), "theirs": sharded(4)}
+    layout = records[side].layout
+    first = msgspec.structs.replace(layout.groups[0], **group)
+    groups = (first, *layout.groups[1:])
+    records[side] = msgspec.structs.replace(
+        records[side], layout=msgspec.structs.replace(layout, groups=groups)
+    )
+    assert compare(**records).verdict is Verdict.MISMATCH
+
+
+@pytest.mark.parametrize("field", ["weights", "kv_layout", "conv_layout", "vllm", "platform"])
+def test_ranks_are_not_enough_where_anything_else_differs(field: str) -> None:
+    found = compare(sharded(2), sharded(4, **{field: "other"}))
+    assert (found.verdict, found.field) == (Verdict.MISMATCH, field)
+
+
+def test_several_pipeline_stages_are_not() -> None:
+    two, four = (sharded(n, pipeline_parallel=2, pipeline_layers="1,1") for n in (2, 4))
+    assert compare(two, four).verdict is Verdict.MISMATCH
 
 
 def test_a_convertible_field_is_convertible_and_says_how() -> None:
@@ -199,12 +268,14 @@ def test_a_second_field_forbids_what_the_first_allows() -> None:
 
 
 def test_what_follows_from_a_convertible_cause_is_covered_by_it() -> None:
-    rules = (Conversion("tensor_parallel", "gathering the shards"),)
+    rules = (Conversion("tensor_parallel", "gathering the shards", frozenset({"layout.ranks"})),)
     other = msgspec.structs.replace(
         RECORD, tensor_parallel=1,
         layout=CacheLayout(groups=GROUPS, hash_tokens=16, ranks=2),
     )  # fmt: skip
     assert compare(RECORD, other, rules).verdict is Verdict.CONVERTIBLE
+    rules = (Conversion("tensor_parallel", "gathering the shards"),)
+    assert compare(RECORD, other, rules).verdict is Verdict.MISMATCH
 
 
 # -- the tables -------------------------------------------------------------------------------

@@ -30,7 +30,8 @@ CHANGES: dict[str, object] = {
     "hash_probe": "01", "kv_dtype": "fp8", "state_dtypes": ("float32", "float32"),
     "conv_layout": "SD", "kv_layout": "HND", "attention_backend": "other", "platform": "cuda",
     "cpu_isa": "avx512f",
-    "tensor_parallel": 2, "pipeline_parallel": 2, "speculative_tokens": 3, "vllm": "0.33",
+    "tensor_parallel": 2, "pipeline_parallel": 2, "pipeline_layers": "1,1",
+    "speculative_tokens": 3, "vllm": "0.33",
 }  # fmt: skip
 
 
@@ -55,7 +56,7 @@ def test_equal_records_have_one_id_and_no_difference() -> None:
 
 def test_the_encoding_is_canonical_and_never_changes_within_a_version() -> None:
     """A change of this digest parts every running cluster: raise DOMAIN_VERSION with it."""
-    assert (DOMAIN_VERSION, RECORD.domain_id) == (2, "4a6e8d90bad24387")
+    assert (DOMAIN_VERSION, RECORD.domain_id) == (3, "9998e50e74e12978")
     text = json.dumps(json.loads(RECORD.canonical()), sort_keys=True, separators=(",", ":"))
     assert text.encode() == RECORD.canonical()
 
@@ -67,7 +68,7 @@ def test_a_record_of_another_version_is_refused_by_its_version(version: int) -> 
         {"version": version, "of": "another shape"},
         {**msgspec.to_builtins(RECORD), "version": version},
     ):
-        with pytest.raises(StoreRejected, match=rf"of version {version}, this side speaks 2"):
+        with pytest.raises(StoreRejected, match=rf"of version {version}, this side speaks 3"):
             parse_domain(msgspec.json.encode(record))
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 
+import msgspec
+
 from backhaul.protocols.checkpoint import (
     UNKNOWN_WORK,
     CheckpointKind,
@@ -16,6 +18,7 @@ from backhaul.protocols.checkpoint import (
 )
 from backhaul.protocols.domain import DomainRecord
 from backhaul.protocols.layout import CacheLayout, GroupKind, GroupLayout, checkpoint_objects
+from backhaul.protocols.sharding import Part, Rows, page_bytes
 from backhaul.transfer.admission import AdmissionStrategy
 from backhaul.transfer.base import CommitResult, Grant, GrantStatus, Written
 from backhaul.transfer.eviction import EvictionStrategy
@@ -27,12 +30,19 @@ ATTENTION_BYTES = 256
 STATE_BYTES = 1024
 
 
-def make_layout(ranks: int = 1, window_tokens: int = 0) -> CacheLayout:
-    """Full attention and a recurrent group, with a sliding window where one is asked for."""
+def make_layout(ranks: int = 1, window_tokens: int = 0, *, pages: bool = False) -> CacheLayout:
+    """Full attention and a recurrent group, with a sliding window where one is asked for;
+    ``pages``: it is known how they are cut over tensor-parallel ranks."""
     groups = [
         GroupLayout(index=0, kind=GroupKind.FULL, block_tokens=GRID),
         GroupLayout(index=1, kind=GroupKind.RECURRENT, block_tokens=GRID),
     ]
+    if pages:
+        page = (Rows(1, (Part(4, 8),)),)
+        groups = [
+            msgspec.structs.replace(group, page=page, page_bytes=page_bytes(page, ranks))
+            for group in groups
+        ]
     if window_tokens:
         groups.append(
             GroupLayout(

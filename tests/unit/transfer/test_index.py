@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,12 +14,14 @@ from index_kit import (
     Driver,
     chain,
     keys_of,
+    make_layout,
     make_record,
     manifest_of,
 )
 
 from backhaul.protocols.checkpoint import (
     CheckpointKind,
+    DomainId,
     LeaseId,
     ObjectKey,
     PublicationId,
@@ -68,9 +71,38 @@ def test_a_commit_names_what_is_missing_and_registers_nothing() -> None:
     grants = driver.reserve("p", keys)
     result = driver.commit("p", grants[:-1], manifest_of("ab"))
     assert result.missing == (keys[-1],) and not result.visible
-    assert driver.lookup("ab").matches == ()
+    (part,) = driver.lookup("ab").matches
+    assert (part.boundary, part.reason) == (2 * GRID, Reason.STATE_MISSING)
+    assert (part.retained, part.hash_matched, part.kinds) == (False, False, ())
     assert driver.commit("p", grants[-1:], manifest_of("ab")).visible
     assert driver.consumable("ab") == [2]
+
+
+def test_a_state_without_its_attention_is_no_checkpoint() -> None:
+    driver = Driver()
+    grants = driver.reserve("p", keys_of(driver.layout, "ab"))
+    driver.commit("p", grants[-1:])
+    (part,) = driver.lookup("abc").matches
+    assert (part.boundary, part.reason) == (2 * GRID, Reason.ATTENTION_MISSING)
+    assert driver.index.stats().counters["unconsumable_attention_missing"] == 1
+    driver.commit("p", grants[:1])
+    deeper, shallower = driver.lookup("abc").matches
+    assert (deeper.boundary, deeper.reason) == (2 * GRID, Reason.ATTENTION_MISSING)
+    assert (shallower.boundary, shallower.reason) == (GRID, Reason.STATE_MISSING)
+    driver.commit("p", grants[1:-1])
+    assert driver.lookup("abc").matches == (), "all is there and nothing was made of it"
+
+
+def test_a_branch_has_the_attention_that_it_shares_and_no_state() -> None:
+    driver = Driver()
+    driver.publish("a")
+    driver.publish("abcd")
+    found = driver.lookup("abcx").matches
+    assert [(match.boundary // GRID, match.reason) for match in found] == [
+        (4, Reason.HASH_MISMATCH),
+        (3, Reason.STATE_MISSING),
+        (1, None),
+    ]
 
 
 def test_attention_may_be_streamed_ahead() -> None:
@@ -542,6 +574,24 @@ def test_a_checkpoint_of_another_domain_is_named_as_such() -> None:
     assert driver.lookup("a", domain=other).matches[0].consumable
 
 
+def test_of_several_other_domains_a_convertible_one_is_named() -> None:
+    """Which has no field that forbids it; whatever order they were opened and filled in."""
+    for first in (True, False):
+        two, one = (make_record(layout=make_layout(ranks, pages=True)) for ranks in (2, 1))
+        two = msgspec.structs.replace(two, tensor_parallel=2)
+        driver = Driver()
+        ours, convertible = (driver.index.open_domain(r, driver.now) for r in (two, one))
+        strange = driver.open("other model")
+        for domain in (convertible, strange) if first else (strange, convertible):
+            driver.publish("a", domain=domain)
+        (match,) = driver.lookup("a", domain=ours).matches
+        assert (match.reason, match.field) == (Reason.DOMAIN_MISMATCH, "")
+        assert match.domain == convertible
+        assert driver.index.domain_record(convertible) == one
+    with pytest.raises(NotKnown):
+        driver.index.domain_record(DomainId("nobody's"))
+
+
 def test_an_announced_checkpoint_is_uncommitted_until_it_comes_or_time_is_up() -> None:
     driver = Driver()
     driver.publish("a")
@@ -697,7 +747,8 @@ def test_one_hash_cannot_end_at_two_boundaries() -> None:
     wrong = type(manifest_of("ab"))(boundary=GRID, hashes=(second,), kinds=(DECODE,))
     with pytest.raises(StoreRejected, match="ends at 8 tokens, not at 4"):
         driver.commit("p", [], wrong)
-    assert driver.index.lookup(driver.domain, [second, first], 0, 1.0, 0.0).matches == ()
+    swapped = driver.index.lookup(driver.domain, [second, first], 0, 1.0, 0.0)
+    assert not any(match.retained for match in swapped.matches) and swapped.lease is None
 
 
 def test_a_rank_commits_only_its_own_objects() -> None:

@@ -1,0 +1,185 @@
+"""Loads of checkpoints that engines with another tensor-parallel size published.
+
+Whole objects of the ranks that hold a part of ours are read into a buffer, where their checksums
+are compared; our page is put together from them and copied into vLLM's cache.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from backhaul.connector.messages import BlockRef, LoadJob
+from backhaul.connector.pages import with_kernel_blocks
+from backhaul.connector.regions import kv_blocks, memory_order
+from backhaul.protocols.checkpoint import ObjectKey, Reason
+from backhaul.protocols.domain import DomainRecord
+from backhaul.protocols.layout import GroupKind
+from backhaul.protocols.sharding import Bytes, Run, conversion, convert, page_bytes
+from backhaul.transfer.base import (
+    LoadItem,
+    MemoryKind,
+    MemoryRegion,
+    Store,
+    TransferResult,
+    Unsettled,
+)
+
+
+class Converter:
+    """One per worker. Thread-safe; one load at a time, since they share the buffer."""
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        tensors: Mapping[int, Sequence[Any]],
+        num_blocks: int,
+        buffer_bytes: int,
+    ) -> None:
+        """``tensors``: group index -> the cache tensors of its layers, in their order."""
+        self._store = store
+        self._rank = rank
+        self._tensors = tensors
+        self._num_blocks = num_blocks
+        self._buffer: Bytes = np.empty(buffer_bytes, dtype=np.uint8)
+        self._lock = threading.Lock()
+        self._unsettled: Unsettled | None = None
+
+    @property
+    def region(self) -> MemoryRegion:
+        """The buffer, to be attached to the store."""
+        return MemoryRegion(self._buffer.ctypes.data, self._buffer.nbytes, MemoryKind.DRAM)
+
+    def load(
+        self, job: LoadJob, ours: DomainRecord, *, verify: bool, timeout_s: float
+    ) -> TransferResult:
+        """Fill the job's blocks. ``ours``: this engine's domain.
+
+        A transfer that was given up may go on into the buffer but never into vLLM's pages, so the
+        result has nothing unsettled.
+        """
+        assert job.source is not None
+        deadline = time.monotonic() + timeout_s
+        if not self._lock.acquire(timeout=timeout_s):
+            return TransferResult(ok=False, reason=Reason.TIMEOUT)
+        try:
+            if self._unsettled is not None and not self._unsettled.settled():
+                return TransferResult(ok=False, reason=Reason.TIMEOUT)
+            self._unsettled = None
+            return self._load(job, ours, job.source, verify=verify, deadline=deadline)
+        finally:
+            self._lock.release()
+
+    def _load(
+        self,
+        job: LoadJob,
+        ours: DomainRecord,
+        theirs: DomainRecord,
+        *,
+        verify: bool,
+        deadline: float,
+    ) -> TransferResult:
+        plans = {
+            group: _Plan(ours, theirs, group, self._rank, len(tensors), self._kernel_blocks(group))
+            for group, tensors in self._tensors.items()
+        }
+        nbytes = 0
+        for batch in self._batches(job.blocks, plans):
+            places: list[dict[int, Bytes]] = []
+            items: list[LoadItem] = []
+            used = 0
+            for block in batch:
+                plan = plans[block.group]
+                places.append({})
+                for source in plan.sources:
+                    place = self._buffer[used : used + plan.source_bytes]
+                    used += plan.source_bytes
+                    places[-1][source] = place
+                    key = ObjectKey(plan.owner(source), block.group, block.block_hash)
+                    segments = np.array([[place.ctypes.data, place.nbytes]], dtype=np.uint64)
+                    items.append(LoadItem(key, segments))
+            result = self._store.read(
+                job.lease, items, verify=verify, timeout_s=max(deadline - time.monotonic(), 0.001)
+            )
+            nbytes += result.nbytes
+            if not result.ok:
+                self._unsettled = result.unsettled
+                return TransferResult(ok=False, reason=result.reason, nbytes=nbytes)
+            for block, found in zip(batch, places, strict=True):
+                self._put(block, plans[block.group].page_of(found))
+        return TransferResult(ok=True, nbytes=nbytes)
+
+    def _batches(
+        self, blocks: Sequence[BlockRef], plans: Mapping[int, _Plan]
+    ) -> list[list[BlockRef]]:
+        """Blocks whose sources fit into the buffer together. Raises ``ValueError`` for one that
+        does not fit alone."""
+        batches: list[list[BlockRef]] = [[]]
+        room = self._buffer.nbytes
+        for block in blocks:
+            plan = plans[block.group]
+            needed = len(plan.sources) * plan.source_bytes
+            if needed > self._buffer.nbytes:
+                raise ValueError(f"one block takes {needed} bytes of convert_buffer_bytes")
+            if needed > room:
+                batches.append([])
+                room = self._buffer.nbytes
+            batches[-1].append(block)
+            room -= needed
+        return batches
+
+    def _kernel_blocks(self, group: int) -> int:
+        return int(self._tensors[group][0].shape[0]) // self._num_blocks
+
+    def _put(self, block: BlockRef, content: Bytes) -> None:
+        """Copy an object into the pages of a block, layer by layer."""
+        import torch
+
+        start = 0
+        for tensor in self._tensors[block.group]:
+            page = kv_blocks(tensor, self._num_blocks)[block.block_id]
+            page = page.permute(memory_order(page.stride()))
+            size = page.numel() * page.element_size()
+            data = torch.from_numpy(content[start : start + size])
+            page.copy_(data.view(page.dtype).view(page.shape))
+            start += size
+        if page.device.type == "cuda":
+            torch.cuda.current_stream(page.device).synchronize()
+
+
+class _Plan:
+    """How objects of one group are made, for one pair of domains."""
+
+    def __init__(
+        self,
+        ours: DomainRecord,
+        theirs: DomainRecord,
+        group: int,
+        rank: int,
+        layers: int,
+        kernel_blocks: int,
+    ) -> None:
+        layout = next(one for one in ours.layout.groups if one.index == group)
+        self._source_layout = next(one for one in theirs.layout.groups if one.index == group)
+        page = layout.page
+        if layout.kind is not GroupKind.RECURRENT:
+            page = with_kernel_blocks(page, ours.kv_layout, kernel_blocks)
+        self._layers = layers
+        self._size = page_bytes(page, ours.tensor_parallel)
+        self._source_size = page_bytes(page, theirs.tensor_parallel)
+        self._runs: list[Run] = conversion(page, theirs.tensor_parallel, ours.tensor_parallel, rank)
+        self.sources = sorted({run.source for run in self._runs})
+        self.source_bytes = layers * self._source_size
+
+    def owner(self, source: int) -> int:
+        """The rank under which a source rank's object is stored."""
+        return self._source_layout.owner(source)
+
+    def page_of(self, sources: dict[int, Bytes]) -> Bytes:
+        """Our object out of theirs."""
+        return convert(self._runs, sources, self._layers, self._size, self._source_size)

@@ -1,0 +1,150 @@
+"""Checkpoints of other domains that this engine can convert: asking for them in a lookup."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from backhaul.protocols.checkpoint import CheckpointMatch, DomainId, LeaseId, Reason
+from backhaul.protocols.comparison import Verdict, compare
+from backhaul.protocols.domain import DomainRecord
+from backhaul.protocols.errors import StoreError
+from backhaul.protocols.sharding import conversion, page_bytes
+from backhaul.transfer.base import LookupResult, Store
+
+logger = logging.getLogger("vllm.backhaul")
+
+_REMEMBERED_MAX = 256
+"""As many domains as a store keeps."""
+
+
+class Foreign(NamedTuple):
+    """A convertible domain, and the lease on what was found in it."""
+
+    record: DomainRecord
+    lease: LeaseId
+
+
+class ConvertibleDomains:
+    """Which other domains' bytes this engine can use. Thread-safe: answers are only remembered."""
+
+    def __init__(self, store: Store, record: DomainRecord, buffer_bytes: int) -> None:
+        """``buffer_bytes``: what a worker converts in; see the option ``convert_buffer_bytes``."""
+        self._store = store
+        self._ours = record
+        self._buffer_bytes = buffer_bytes
+        self._known: dict[DomainId, tuple[DomainRecord | None, str]] = {}
+
+    def extend(
+        self,
+        found: LookupResult,
+        boundary_hashes: Sequence[bytes],
+        *,
+        lease_s: float,
+        timeout_s: float,
+    ) -> tuple[LookupResult, Foreign | None]:
+        """Add what a convertible domain holds beyond the deepest checkpoint of one's own.
+
+        Matches of such a domain that are not added keep ``DOMAIN_MISMATCH`` and get the field that
+        differs. Never raises: without an answer the lookup stays as it was.
+        """
+        deepest = max((m.boundary for m in found.matches if m.consumable), default=0)
+        added: dict[int, CheckpointMatch] = {}
+        foreign: Foreign | None = None
+        for match in found.matches:
+            if not _may_be_converted(match) or match.boundary <= deepest:
+                continue
+            record, _ = self._ask(match.domain, timeout_s)
+            if record is None:
+                continue
+            foreign, added = self._lookup(
+                record, boundary_hashes, deepest, lease_s=lease_s, timeout_s=timeout_s
+            )
+            break
+        matches = tuple(
+            added.get(match.boundary)
+            or (
+                msgspec.structs.replace(match, field=self._ask(match.domain, timeout_s)[1])
+                if _may_be_converted(match)
+                else match
+            )
+            for match in found.matches
+        )
+        return dataclasses.replace(found, matches=matches), foreign
+
+    def _lookup(
+        self,
+        record: DomainRecord,
+        boundary_hashes: Sequence[bytes],
+        above: int,
+        *,
+        lease_s: float,
+        timeout_s: float,
+    ) -> tuple[Foreign | None, dict[int, CheckpointMatch]]:
+        domain = record.domain_id
+        try:
+            result = self._store.lookup(
+                domain, boundary_hashes, above_tokens=above, lease_s=lease_s, timeout_s=timeout_s
+            )
+        except StoreError as error:
+            logger.debug("backhaul: lookup in domain %s failed: %s", domain, error)
+            return None, {}
+        if result.lease is None:
+            return None, {}
+        usable = {
+            one.boundary: msgspec.structs.replace(one, domain=domain)
+            for one in result.matches
+            if one.consumable
+        }
+        return Foreign(record, result.lease), usable
+
+    def _ask(self, domain: DomainId, timeout_s: float) -> tuple[DomainRecord | None, str]:
+        """The domain's record if its bytes can be converted here, and else what differs."""
+        if (known := self._known.get(domain)) is not None:
+            return known
+        try:
+            record = self._store.domain_record(domain, timeout_s=timeout_s)
+        except StoreError as error:
+            logger.debug("backhaul: domain %s: %s", domain, error)
+            return None, "(unknown)"
+        answer = self._judge(record)
+        if len(self._known) < _REMEMBERED_MAX:
+            self._known[domain] = answer
+        return answer
+
+    def _judge(self, record: DomainRecord) -> tuple[DomainRecord | None, str]:
+        found = compare(self._ours, record)
+        if found.verdict is not Verdict.CONVERTIBLE:
+            return None, found.field
+        cause = found.causes[0].path
+        needed = largest_sources(self._ours, record)
+        if needed > self._buffer_bytes:
+            logger.warning(
+                "backhaul: checkpoints of domain %s (%s) are not used: converting one block takes "
+                "%d bytes; raise convert_buffer_bytes (now %d)",
+                record.domain_id, found.line(), needed, self._buffer_bytes,
+            )  # fmt: skip
+            return None, cause
+        logger.info("backhaul: checkpoints of domain %s are converted %s", record.domain_id, cause)
+        return record, cause
+
+
+def largest_sources(ours: DomainRecord, theirs: DomainRecord) -> int:
+    """Bytes of the objects of ``theirs`` that one block of one of our ranks is made of, at most."""
+    ranks, sources = ours.tensor_parallel, theirs.tensor_parallel
+    return max(
+        len({run.source for run in conversion(group.page, sources, ranks, rank)})
+        * group.layers
+        * page_bytes(group.page, sources)
+        for group in ours.layout.groups
+        for rank in range(ranks)
+    )
+
+
+def _may_be_converted(match: CheckpointMatch) -> bool:
+    """The store's word: it lies in a domain whose bytes can be converted."""
+    return match.reason is Reason.DOMAIN_MISMATCH and not match.field and bool(match.domain)

@@ -1,0 +1,39 @@
+"""`backhaul report`: answers the experiment's questions from result lines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from backhaul.deploy.arguments import each, file_to_read, folder_to_write
+
+
+def report(
+    results: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RESULTS...",
+            help="JSON lines of `backhaul simulate`.",
+            callback=each(file_to_read),
+        ),
+    ],
+    output: Annotated[
+        Path,
+        typer.Option(
+            metavar="DIR",
+            help="Where report.html and report.md are written.",
+            callback=each(folder_to_write),
+        ),
+    ] = Path("report"),
+) -> None:
+    """Write a self-contained HTML report and a Markdown one with plots."""
+    from itertools import chain
+
+    from backhaul.benchmarks.reuse.record import read_results
+    from backhaul.benchmarks.reuse.report import build_report, write_report
+
+    built = build_report(chain.from_iterable(read_results(path) for path in results))
+    for path in write_report(built, output):
+        print(f"wrote {path}")

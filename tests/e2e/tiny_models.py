@@ -1,0 +1,167 @@
+"""Tiny random-weight models of several families, one table over one builder.
+
+Shapes and tensor names come from transformers' own model classes, so a family is a row of sizes.
+Weights follow one set of rules, under which far-away tokens still decide the next one: a wrong
+byte in the cache moves the output by more than another order of summation does.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from backhaul.deploy.tiny_model import TOKEN_IDS, write_tokenizer
+
+
+@dataclass(frozen=True)
+class Family:
+    """One row of the table.
+
+    Attributes:
+        model_type: transformers' name.
+        sizes: fields of its configuration beyond ``COMMON``.
+        recurrent, windows: which KV cache groups vLLM makes of it beside full attention.
+        norm: what a norm's weight must be to scale by 1 (0 where the model adds 1 itself).
+        args: engine arguments that this family needs.
+    """
+
+    model_type: str
+    sizes: Mapping[str, Any]
+    recurrent: bool = False
+    windows: bool = False
+    norm: float = 1.0
+    args: tuple[str, ...] = ()
+
+    @property
+    def engine_args(self) -> tuple[str, ...]:
+        """Also makes the engine keep every boundary's states locally, so that it holds those that
+        it publishes; vLLM refuses the option where there is nothing to keep."""
+        keep = ("--prefix-cache-retention-interval=32",)
+        return (*self.args, *(keep if self.recurrent or self.windows else ()))
+
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "intermediate_size": 256,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": TOKEN_IDS["<|im_end|>"],
+    "pad_token_id": TOKEN_IDS["<|endoftext|>"],
+}
+
+NGRAM = {
+    "method": "ngram",
+    "num_speculative_tokens": 3,
+    "prompt_lookup_min": 1,
+    "prompt_lookup_max": 3,
+}
+
+# A state page must not be larger than 32 tokens of attention KV: vLLM would make larger blocks.
+FAMILIES = {
+    "mamba-2": Family(
+        "nemotron_h",
+        {
+            "hybrid_override_pattern": "M-M-M-*-", "ssm_state_size": 32, "mamba_num_heads": 4,
+            "mamba_head_dim": 16, "n_groups": 1, "chunk_size": 32,
+        },
+        # The CPU kernel cannot export a state from inside a chunk: no chunk longer than a block.
+        recurrent=True, args=("--max-num-batched-tokens=32", "--max-num-seqs=4"),
+    ),
+    "short-convolution": Family(
+        "lfm2",
+        {
+            "num_hidden_layers": 4, "head_dim": 32, "block_auto_adjust_ff_dim": False,
+            "block_dim": 128, "conv_dim": 128, "tie_word_embeddings": True,
+            "layer_types": ["conv", "conv", "conv", "full_attention"],
+        },
+        recurrent=True,
+    ),
+    "full-attention": Family(
+        "qwen3",
+        {"num_hidden_layers": 2},
+        args=(f"--speculative-config={json.dumps(NGRAM)}",),
+    ),
+    "sliding-window": Family(
+        "gemma3_text",
+        {
+            "num_hidden_layers": 4, "sliding_window": 100,
+            "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+        },
+        windows=True, norm=0.0,
+    ),
+}  # fmt: skip
+
+
+def build(name: str, directory: Path, *, seed: int = 0) -> Path:
+    """Write a family's model into a new ``directory``; equal seeds give equal bytes."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    family = FAMILIES[name]
+    config = AutoConfig.for_model(family.model_type, **{**COMMON, **family.sizes})
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {
+        key: _draw(key, shape, family, generator)
+        for key, shape in ((k, tuple(v.shape)) for k, v in sorted(model.state_dict().items()))
+        if not (key == "lm_head.weight" and config.tie_word_embeddings)
+    }
+    directory.mkdir(parents=True)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    settings = config.to_dict() | {
+        "architectures": [type(model).__name__],
+        "dtype": "float32",  # orders of summation then differ by less than 1e-4 nats
+    }
+    (directory / "config.json").write_text(json.dumps(settings, indent=2, sort_keys=True))
+    write_tokenizer(directory)
+    return directory
+
+
+_HEAD = 2.0
+"""Deviation of the logits."""
+
+
+def _draw(
+    key: str, shape: tuple[int, ...], family: Family, generator: torch.Generator
+) -> torch.Tensor:
+    if key.endswith("A_log"):
+        # Time constants in tokens, short to long over the heads, at a mean step of ln 2.
+        spans = torch.logspace(math.log10(300), math.log10(4000), shape[0])
+        return -(spans * math.log(2)).log()
+    mean, deviation = _rule(key, family)
+    if deviation is None:
+        deviation = 1.0 / math.sqrt(shape[-1])
+    noise = torch.randn(shape, generator=generator)
+    return mean + deviation * noise
+
+
+def _rule(key: str, family: Family) -> tuple[float, float | None]:
+    """Mean and deviation (None: 1/sqrt(inputs)) of a tensor."""
+    hidden = int(COMMON["hidden_size"])
+    tied = bool(family.sizes.get("tie_word_embeddings"))
+    if re.search("(q|k)_?(layer)?norm", key):
+        return family.norm + 0.8, 0.0  # attention falls on a few tokens
+    if "norm" in key:
+        return family.norm, 0.0
+    if key.endswith(".D"):
+        return 1.0, 0.0
+    if key.endswith("bias"):
+        return 0.0, 0.1
+    if "lm_head" in key or (tied and "embed" in key):
+        return 0.0, _HEAD / math.sqrt(hidden)
+    if "embed" in key:
+        return 0.0, 1.0
+    return 0.0, None

@@ -1,0 +1,305 @@
+"""Checkpoints published by workers of one tensor-parallel size, loaded by those of another: through
+the real worker halves and a real store, over cache tensors as vLLM lays them out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+pytest.importorskip("vllm")
+
+import torch
+
+from backhaul.connector.catalog import Catalog
+from backhaul.connector.foreign import largest_sources
+from backhaul.connector.messages import BlockRef, LoadJob, PublishJob, StepMetadata
+from backhaul.connector.worker import WorkerHalf
+from backhaul.protocols.checkpoint import (
+    CheckpointKind,
+    CheckpointManifest,
+    CheckpointMatch,
+    LeaseId,
+    PublicationId,
+    Reason,
+)
+from backhaul.protocols.domain import DomainRecord
+from backhaul.protocols.layout import CacheLayout, GroupKind, GroupLayout
+from backhaul.protocols.options import Options
+from backhaul.protocols.sharding import Part, Rows, page_bytes
+from backhaul.transfer.backends.inprocess import InProcessPool, InProcessStore
+from backhaul.transfer.base import TransferResult
+
+BLOCKS, TOKENS, KERNEL_BLOCKS = 6, 8, 2
+HEADS, CONTENT = 4, 10
+UNIT = 6  # bytes per head of a state
+PADDING = 32  # bytes after each state
+ATTENTION = (Rows(1, (Part(HEADS, TOKENS * CONTENT * 2),)),)
+STATE = (Rows(2, (Part(HEADS, UNIT), Part(2 * HEADS, UNIT))), Rows(1, (Part(HEADS, 3 * UNIT),)))
+LAYERS = ("a", "b"), ("s",)
+BOUNDARY = 3 * TOKENS
+HASHES = tuple(bytes([i]) * 32 for i in range(3))
+SIZES = [(1, 2), (2, 1), (2, 4), (4, 2), (1, 4), (4, 1)]
+
+
+def record(tensor: int) -> DomainRecord:
+    groups = tuple(
+        GroupLayout(
+            index=index, kind=kind, block_tokens=TOKENS, layers=len(LAYERS[index]), page=page,
+            page_bytes=page_bytes(page, tensor),
+        )
+        for index, (kind, page) in enumerate(
+            ((GroupKind.FULL, ATTENTION), (GroupKind.RECURRENT, STATE))
+        )
+    )  # fmt: skip
+    return DomainRecord(
+        model="m", weights="w", layout=CacheLayout(groups=groups, hash_tokens=TOKENS, ranks=tensor),
+        hash_function="sha256", hash_probe="00", kv_dtype="bfloat16", kv_layout="LBHNC",
+        platform="cpu", tensor_parallel=tensor, vllm="0.32",
+    )  # fmt: skip
+
+
+class Rank:
+    """One worker with its cache tensors."""
+
+    def __init__(self, pool: InProcessPool, tensor: int, rank: int, **options: Any) -> None:
+        self.tensor, self.rank, self.domain = tensor, rank, record(tensor)
+        heads = HEADS // tensor
+        self.caches: dict[str, torch.Tensor] = {
+            name: torch.zeros(
+                BLOCKS * KERNEL_BLOCKS, heads, TOKENS // KERNEL_BLOCKS, CONTENT,
+                dtype=torch.bfloat16,
+            )
+            for name in LAYERS[0]
+        }  # fmt: skip
+        size = page_bytes(STATE, tensor)
+        padded = torch.zeros(BLOCKS, 1, 1, size + PADDING, dtype=torch.int8)
+        self.caches["s"] = padded[..., :size]
+        config = SimpleNamespace(
+            prefix_cacheable_group_ids=(0, 1),
+            kv_cache_groups=[SimpleNamespace(layer_names=names) for names in LAYERS],
+            num_blocks=BLOCKS,
+        )
+        self.half = WorkerHalf(
+            Options(store="inprocess://", **options), InProcessStore(pool), rank, config,
+            self.domain.layout,
+        )  # fmt: skip
+        self.half.register_kv_caches(self.caches)
+        self.half.submit(StepMetadata(domain=self.domain))
+
+    def fill(self) -> None:
+        """This rank's shard of what all models of this test hold in blocks 1 ... 3."""
+        for block in (1, 2, 3):
+            for name in LAYERS[0]:
+                whole = values(f"{name}{block}", HEADS, KERNEL_BLOCKS, -1, CONTENT)
+                share = whole.chunk(self.tensor)[self.rank].transpose(0, 1)
+                kernel = slice(block * KERNEL_BLOCKS, (block + 1) * KERNEL_BLOCKS)
+                self.caches[name][kernel] = share
+        rows = [
+            part.chunk(self.tensor)[self.rank].flatten()
+            for row in range(2)
+            for part in (values(f"q{row}", HEADS, UNIT), values(f"v{row}", 2 * HEADS, UNIT))
+        ]
+        matrix = values("m", HEADS, 3 * UNIT).chunk(self.tensor)[self.rank].flatten()
+        self.caches["s"][3, 0, 0] = torch.cat([*rows, matrix]).to(torch.int8)
+
+    def contents(self) -> list[bytes]:
+        return [
+            cache.contiguous().view(torch.uint8).numpy().tobytes() for cache in self.caches.values()
+        ]
+
+
+def values(name: str, *shape: int) -> torch.Tensor:
+    """The same small whole numbers for the same name."""
+    known = [n for n in shape if n > 0]
+    count = TOKENS // KERNEL_BLOCKS if -1 in shape else 1
+    for n in known:
+        count *= n
+    generator = torch.Generator().manual_seed(sum(name.encode()) * 1009)
+    return torch.randint(-120, 120, (count,), generator=generator).view(*shape)
+
+
+BLOCK_REFS = (
+    *(BlockRef(0, block, HASHES[block - 1]) for block in (1, 2, 3)),
+    BlockRef(1, 3, HASHES[2]),
+)
+
+
+@pytest.fixture
+def pool() -> InProcessPool:
+    return InProcessPool(1 << 20)
+
+
+@pytest.fixture
+def published(pool: InProcessPool, request: pytest.FixtureRequest) -> Iterator[int]:
+    """All ranks of one size publish the checkpoint; answers the size."""
+    tensor: int = request.param
+    ranks = [Rank(pool, tensor, rank) for rank in range(tensor)]
+    manifest = CheckpointManifest(
+        boundary=BOUNDARY, hashes=HASHES, kinds=(CheckpointKind.DECODE_END,)
+    )
+    job = PublishJob(1, PublicationId("p"), record(tensor).domain_id, BLOCK_REFS, manifest)
+    for one in ranks:
+        one.half._store.open_domain(one.domain, timeout_s=1)
+        one.fill()
+        assert one.half._publish(job).ok
+    yield tensor
+    for one in ranks:
+        one.half.shutdown()
+
+
+def look_up(pool: InProcessPool, ours: DomainRecord, **options: Any) -> Any:
+    catalog = Catalog(InProcessStore(pool), ours, Options(store="inprocess://", **options))
+    try:
+        return catalog._lookup(list(HASHES))
+    finally:
+        catalog.close()
+
+
+def load(rank: Rank, answer: Any) -> TransferResult:
+    assert answer.foreign is not None
+    return rank.half._load(LoadJob(2, "r", answer.foreign.lease, BLOCK_REFS, answer.foreign.record))
+
+
+@pytest.mark.parametrize(
+    ("published", "tensor"), SIZES, indirect=["published"], ids=[f"{a}-{b}" for a, b in SIZES]
+)
+@pytest.mark.parametrize("buffer", ["one block at a time", "all at once"])
+def test_loaded_pages_are_those_of_the_unsharded_state(
+    pool: InProcessPool, published: int, tensor: int, buffer: str
+) -> None:
+    ours = record(tensor)
+    least = largest_sources(ours, record(published))
+    options = {"convert_buffer_bytes": least if buffer == "one block at a time" else 1 << 16}
+    answer = look_up(pool, ours, **options)
+    assert [(m.boundary, m.consumable, m.domain) for m in answer.result.matches] == [
+        (BOUNDARY, True, record(published).domain_id)
+    ]
+    for rank in range(tensor):
+        one, expected = (Rank(pool, tensor, rank, **options) for _ in range(2))
+        expected.fill()
+        result = load(one, answer)
+        assert result.ok and result.unsettled is None
+        assert one.contents() == expected.contents()
+        one.half.shutdown()
+        expected.half.shutdown()
+
+
+@pytest.mark.parametrize("published", [2], indirect=True)
+def test_only_the_ranks_that_hold_a_part_are_read(pool: InProcessPool, published: int) -> None:
+    one = Rank(pool, 4, 3)
+    result = load(one, look_up(pool, record(4)))
+    assert result.nbytes == 3 * 2 * page_bytes(ATTENTION, 2) + page_bytes(STATE, 2)
+    one.half.shutdown()
+
+
+@pytest.mark.parametrize("published", [2], indirect=True)
+@pytest.mark.parametrize("buffer_bytes", [0, 100])
+def test_without_room_to_convert_they_are_not_consumable(
+    pool: InProcessPool, published: int, buffer_bytes: int
+) -> None:
+    answer = look_up(pool, record(1), convert_buffer_bytes=buffer_bytes)
+    (match,) = answer.result.matches
+    assert (match.consumable, match.reason) == (False, Reason.DOMAIN_MISMATCH)
+    assert (match.field, match.domain) == ("tensor_parallel", record(2).domain_id)
+    assert answer.leases == []
+
+
+@pytest.mark.parametrize("published", [2], indirect=True)
+def test_an_object_that_was_damaged_is_not_used(pool: InProcessPool, published: int) -> None:
+    one = Rank(pool, 1, 0)
+    empty = one.contents()
+    answer = look_up(pool, record(1))
+    pool.memory[:] ^= 1
+    assert load(one, answer).reason is Reason.CORRUPT
+    assert one.contents() == empty, "nothing is put into pages before it was checked"
+    one.half.shutdown()
+
+
+@pytest.mark.parametrize("published", [2], indirect=True)
+def test_leases_that_are_not_used_are_given_back(pool: InProcessPool, published: int) -> None:
+    catalog = Catalog(InProcessStore(pool), record(1), Options(store="inprocess://"))
+    for use in (lambda: catalog.drop("r"), lambda: catalog.release(taken())):
+
+        def taken() -> LeaseId:
+            lease = catalog.take("r", foreign=True)
+            assert lease is not None
+            return lease
+
+        catalog.start("r", list(HASHES))
+        while catalog.poll("r") is None:
+            pass
+        assert catalog.open_leases == 1
+        use()
+        assert catalog.open_leases == 0
+    catalog.close()
+
+
+@pytest.mark.parametrize("published", [2], indirect=True)
+def test_a_buffer_that_a_lost_transfer_may_write_to_is_not_used(
+    pool: InProcessPool, published: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = Rank(pool, 1, 0)
+    answer = look_up(pool, record(1))
+    lost = SimpleNamespace(over=False)
+    lost.settled = lambda: lost.over
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            one.half._store,
+            "read",
+            lambda *_, **__: TransferResult(ok=False, reason=Reason.TIMEOUT, unsettled=lost),
+        )
+        result = load(one, answer)
+        assert result.reason is Reason.TIMEOUT
+        assert result.unsettled is None, "it never writes into vLLM's pages"
+    assert load(one, answer).reason is Reason.TIMEOUT
+    lost.over = True
+    assert load(one, answer).ok
+    one.half.shutdown()
+
+
+@pytest.mark.parametrize("published", [2], indirect=True)
+def test_ones_own_checkpoints_come_first(pool: InProcessPool, published: int) -> None:
+    """Another domain is asked only for what is deeper."""
+    ours = record(2)
+    answer = look_up(pool, ours)
+    assert answer.foreign is None and answer.result.lease is not None
+    (match,) = answer.result.matches
+    assert match.consumable and match.domain == ""
+
+
+def test_a_match_keeps_its_reason_where_the_record_cannot_be_had(pool: InProcessPool) -> None:
+    store = InProcessStore(pool)
+    ours = record(1)
+    store.open_domain(ours, timeout_s=1)
+    catalog = Catalog(store, ours, Options(store="inprocess://"))
+    match = CheckpointMatch(
+        boundary=BOUNDARY, kinds=(CheckpointKind.DECODE_END,), consumable=False,
+        reason=Reason.DOMAIN_MISMATCH, domain=record(2).domain_id,
+    )  # fmt: skip
+    found = store.lookup(ours.domain_id, HASHES, timeout_s=1)
+    result, foreign = catalog._convertible.extend(
+        replace(found, matches=(match,)), HASHES, lease_s=1, timeout_s=1
+    )
+    assert foreign is None
+    assert result.matches[0] == msgspec.structs.replace(match, field="(unknown)")
+    catalog.close()
+
+
+@pytest.mark.parametrize("published", [2], indirect=True)
+def test_a_block_that_does_not_fit_is_a_failed_load(pool: InProcessPool, published: int) -> None:
+    """The scheduler half does not let it come to that; a worker that disagrees stays up."""
+    one = Rank(pool, 1, 0, convert_buffer_bytes=100)
+    answer = look_up(pool, record(1))
+    job = LoadJob(2, "r", answer.foreign.lease, BLOCK_REFS, answer.foreign.record)
+    one.half.submit(StepMetadata(loads=[job]))
+    while not (ended := one.half.drain())[1]:
+        pass
+    assert ended[0] == {"r"}
+    report = one.half.take_report()
+    assert report is not None and report.reports[0].reason is Reason.INTERNAL
+    one.half.shutdown()
