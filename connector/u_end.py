@@ -137,7 +137,7 @@ def _encode(tokenizer: Any, text: str) -> tuple[int, ...]:
 
 
 @functools.cache
-def uses_templates(renderer: type) -> bool:
+def uses_templates(renderer: Any) -> bool:
     """Whether a renderer of vLLM of this class applies chat templates."""
     return any(cls.__name__ == "HfRenderer" for cls in renderer.__mro__)
 

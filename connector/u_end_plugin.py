@@ -348,7 +348,7 @@ def _found(renderer: Any, recorder: Recorder, engine_input: Any) -> UEnd:
     prompt = _token_ids(engine_input)
     if not prompt:
         return UEnd(None, Reason.OPAQUE_PROMPT)
-    if uses_templates(type(renderer)):
+    if uses_templates(type(renderer)):  # type: ignore[arg-type]
         return recorder.u_end(prompt)
     return encoded_u_end(renderer, prompt, engine_input.get("prompt"))
 
