@@ -124,7 +124,12 @@ def up(
     ] = 600.0,
 ) -> None:
     """Start store, engines and proxy on this machine; stop all of them on Ctrl-C or SIGTERM, or
-    when one of them ends."""
+    when one of them ends.
+
+    Example: backhaul up --decode 2 --listen 127.0.0.1:8000
+
+    Exit code 1: a service failed; 2: wrong usage; 130: Ctrl-C; 143: SIGTERM.
+    """
     from rich.console import Console
 
     from backhaul.deploy.processes import ServiceError, free_port
