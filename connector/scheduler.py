@@ -414,13 +414,28 @@ class SchedulerHalf:
         )
         asked = tracked.answered is not None and answered.reason is None
         count_outcome(outcome, self._stats, asked=asked)
-        self._history.add(tracked.hints.template, tracked.hints.client, observe(candidates))
+        self._learn(tracked, candidates)
         if self._publishes_of(tracked):
             for kind in chosen_kinds(tracked.choice) or (NONE,):
                 self._stats.count("chosen_ends", kind, tracked.choice.why)
         for candidate in candidates:
             if candidate.reason is Reason.EVICTED:
                 self._events.removed(request, candidate.boundary)
+
+    def _learn(self, tracked: TrackedRequest, candidates: tuple[Candidate, ...]) -> None:
+        """Remember what matched, for requests of the same template and client."""
+        grid, unit = self._facts.layout.boundary_tokens, self._facts.layout.hash_tokens
+        request, hints = tracked.request, tracked.hints
+        known = len(request.block_hashes) * unit
+        deepest = min(request.num_prompt_tokens, known) // grid * grid
+        names = (bytes(request.block_hashes[b // unit - 1]) for b in range(deepest, 0, -grid))
+        if tracked.answered is not None and tracked.answered.reason is None:
+            continues = self._history.continued(names, request.num_prompt_tokens)
+            self._history.add(hints.template, hints.client, observe(candidates, continues))
+        input_end = (hints.u_end or 0) // grid * grid
+        if tracked.choice.decode_end and 0 < input_end <= deepest:
+            name = bytes(request.block_hashes[input_end // unit - 1])
+            self._history.expect(name, input_end, request.num_prompt_tokens)
 
     def _write_log(self, tracked: TrackedRequest, record: RequestRecord) -> None:
         if self._log is None:
