@@ -28,7 +28,12 @@ def report(
         ),
     ] = Path("report"),
 ) -> None:
-    """Write a self-contained HTML report and a Markdown one with plots."""
+    """Write a self-contained HTML report and a Markdown one with plots.
+
+    Example: backhaul report results.jsonl --output report
+
+    Exit code 0: written; 2: wrong usage, or there is nothing to read.
+    """
     from itertools import chain
 
     from backhaul.benchmarks.reuse.record import read_results

@@ -36,6 +36,7 @@ from backhaul.benchmarks.reuse.record import (
 from backhaul.benchmarks.reuse.relations import Relations, fate, hits_without
 from backhaul.benchmarks.reuse.simulated_store import SimulatedStore
 from backhaul.benchmarks.reuse.trace import Turn
+from backhaul.benchmarks.reuse.turn_hints import hints_of
 from backhaul.connector.endpoints import (
     PromptEnds,
     choose_ends,
@@ -236,7 +237,7 @@ class Simulator:
         content = (*turn.prompt, *turn.output)
         hashes = self._hashes.of(content, turn.conversation)
         tokens = max(turn.prompt_tokens - self._deployment.handed_tokens, 1)
-        hints = parse_hints(_facts(turn), turn.prompt_tokens)
+        hints = parse_hints(hints_of(turn), turn.prompt_tokens)
         worker = self._route(turn)
         worker.waiting += 1
         prompt = hashes[: tokens // self._shape.grid]
@@ -566,20 +567,6 @@ class Simulator:
             peak_used_bytes=self.store.peak_used_bytes,
             lifetime_s=counters["evicted_lifetime_ms"] / 1000 / evicted if evicted else 0.0,
         )
-
-
-def _facts(turn: Turn) -> dict[str, object]:
-    """What the connector's plugin would say of a request."""
-    reasons = turn.reasoning_tokens > 0
-    return {
-        "u_end": turn.u_end,
-        "user_turn": turn.user_turn,
-        "tool_continuation": turn.tool_continuation,
-        "tools": turn.tools if turn.template else turn.tools or None,
-        "reasoning": reasons if turn.template else reasons or None,
-        "reasoning_kept": turn.reasoning_kept,
-        "template": turn.template,
-    }
 
 
 def simulate(
