@@ -12,8 +12,8 @@ import contextlib
 import functools
 import hashlib
 import threading
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Self
 
 import jinja2
 
@@ -44,14 +44,13 @@ class Recorder:
         self.reasoning_use: ReasoningUse | None = None
         self._rendering: Rendering | None = None
 
-    @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
+    def __enter__(self) -> Self:
         """Templates that this thread renders inside are rendered with marks."""
         _active.recorder = self
-        try:
-            yield
-        finally:
-            _active.recorder = None
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _active.recorder = None
 
     def render(self, template: RecordedTemplate, variables: dict[str, Any]) -> str:
         """Render once, with marks where the template allows it."""
@@ -135,6 +134,12 @@ def encode(tokenizer: Any, text: str) -> Sequence[int]:
 @functools.lru_cache(maxsize=256)
 def _encode(tokenizer: Any, text: str) -> tuple[int, ...]:
     return tuple(tokenizer.encode(text, add_special_tokens=False))
+
+
+@functools.cache
+def uses_templates(renderer: Any) -> bool:
+    """Whether a renderer of vLLM of this class applies chat templates."""
+    return any(cls.__name__ == "HfRenderer" for cls in renderer.__mro__)
 
 
 def encoded_u_end(renderer: Any, prompt: Sequence[int], text: str | None) -> UEnd:

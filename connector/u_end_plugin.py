@@ -32,7 +32,13 @@ from backhaul.connector.request_facts import (
     rewrites,
 )
 from backhaul.connector.selfcheck import Surface, missing_surfaces, parameters, source_has
-from backhaul.connector.u_end import RecordedTemplate, Recorder, encoded_u_end, harmony_u_end
+from backhaul.connector.u_end import (
+    RecordedTemplate,
+    Recorder,
+    encoded_u_end,
+    harmony_u_end,
+    uses_templates,
+)
 from backhaul.render.reasons import Reason, UEnd
 
 logger = logging.getLogger("vllm.backhaul")
@@ -113,9 +119,14 @@ _outbound: contextvars.ContextVar[bool] = contextvars.ContextVar("backhaul_outbo
 """The prompt goes to the client (render endpoint), not to this process's engine."""
 
 
+@functools.cache
+def _switch() -> str:
+    return os.environ.get(SWITCH_ENV, "auto").strip().lower() or "auto"
+
+
 def register() -> None:
     """Hook vLLM's renderer now, or as soon as it is imported: processes without it never pay."""
-    switch = os.environ.get(SWITCH_ENV, "auto").strip().lower() or "auto"
+    switch = _switch()
     if switch not in _SWITCHES:
         logger.warning(
             "%s=%r is not one of %s; U_end is not recorded",
@@ -216,7 +227,7 @@ def _applied(apply: Callable[..., Any]) -> Callable[..., Any]:
         recorder = kwargs.pop(_ARGUMENT, None)
         if recorder is None:
             return apply(model_config, tokenizer, conversation, **kwargs)
-        with recorder.recording():
+        with recorder:
             result = apply(model_config, tokenizer, conversation, **kwargs)
         try:
             recorder.finish(tokenizer, result)
@@ -301,18 +312,31 @@ def _wanted(online_renderer: Any, request: Any, outbound: bool) -> bool:
     try:
         if not hasattr(request, "kv_transfer_params"):
             return False
-        if outbound or os.environ.get(SWITCH_ENV, "").strip().lower() == "on":
+        if outbound or _switch() == "on":
             return True
         config = getattr(online_renderer.renderer.config, "kv_transfer_config", None)
-        return config is not None and _names_backhaul(config)
+        return config is not None and _connects.of(config)
     except Exception:
         return False
 
 
-def _names_backhaul(config: Any) -> bool:
-    """Whether the connector is Backhaul's, alone or among those of a MultiConnector."""
-    fields = ("kv_connector", "kv_connector_module_path", "kv_connector_extra_config")
-    return any("backhaul" in str(getattr(config, field, "")).lower() for field in fields)
+class _Connects:
+    """Whether the connector is Backhaul's, alone or among those of a MultiConnector. Found once
+    for the configuration that a process has."""
+
+    def __init__(self) -> None:
+        self._config: Any = None
+        self._found = False
+
+    def of(self, config: Any) -> bool:
+        if config is not self._config:
+            fields = ("kv_connector", "kv_connector_module_path", "kv_connector_extra_config")
+            texts = [str(getattr(config, field, "")).lower() for field in fields]
+            self._config, self._found = config, any("backhaul" in text for text in texts)
+        return self._found
+
+
+_connects = _Connects()
 
 
 def _token_ids(engine_input: Any) -> Sequence[int]:
@@ -324,7 +348,7 @@ def _found(renderer: Any, recorder: Recorder, engine_input: Any) -> UEnd:
     prompt = _token_ids(engine_input)
     if not prompt:
         return UEnd(None, Reason.OPAQUE_PROMPT)
-    if any(cls.__name__ == "HfRenderer" for cls in type(renderer).__mro__):
+    if uses_templates(type(renderer)):  # type: ignore[arg-type]
         return recorder.u_end(prompt)
     return encoded_u_end(renderer, prompt, engine_input.get("prompt"))
 
@@ -339,7 +363,7 @@ def _fill(
     except Exception as error:
         outcome = Reason.ERROR
         logger.debug("U_end of a prompt is unknown", exc_info=error)
-    _counter().labels(outcome).inc()
+    _counted(outcome).inc()
 
 
 def _filled(
@@ -393,3 +417,8 @@ def _counter() -> Counter:
     for outcome in OUTCOMES:
         counter.labels(outcome)
     return counter
+
+
+@functools.cache
+def _counted(outcome: str) -> Any:
+    return _counter().labels(outcome)

@@ -22,6 +22,7 @@ from backhaul.deploy.arguments import (
     model_or_hub_name,
     not_ours,
     one_line,
+    option_pair,
     pool_size,
     seconds,
 )
@@ -84,6 +85,15 @@ def up(
     backhaul: Annotated[
         bool, typer.Option(help="Run the store and the connector; without, NIXL's hand-over only.")
     ] = True,
+    connector_option: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE",
+            help="An option of the connector in every engine, e.g. policy=auto (docs/"
+            "configuration.md); values as in JSON or plain text. Repeat.",
+            callback=each(one_line, option_pair),
+        ),
+    ] = None,
     engine_arg: Annotated[
         list[str] | None,
         typer.Option(
@@ -145,6 +155,9 @@ def up(
         first_engine_port=first_engine_port,
         capacity=capacity,
         with_backhaul=backhaul,
+        connector_options=dict(
+            option_pair("--connector-option", one) for one in connector_option or ()
+        ),
         engine_args=engine_arg or (),
         proxy_args=proxy_arg or (),
     )

@@ -341,7 +341,7 @@ def test_an_engine_gets_offsets_where_backhaul_is_configured(
     """vLLM warns of kv_transfer_params for which there is no connector, once per request."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
-    monkeypatch.setenv(u_end_plugin.SWITCH_ENV, switch)
+    monkeypatch.setattr(u_end_plugin, "_switch", lambda: switch)
     holder = app.online_renderer.renderer.config
     monkeypatch.setattr(
         holder, "kv_transfer_config", None if config is None else SimpleNamespace(**config)
@@ -425,8 +425,12 @@ def test_a_changed_surface_keeps_the_plugin_out(
 
 
 @pytest.mark.parametrize("value", ["off", "OFF ", "of"])
-def test_switched_off(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_switched_off(
+    value: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     monkeypatch.setenv(u_end_plugin.SWITCH_ENV, value)
+    u_end_plugin._switch.cache_clear()
+    request.addfinalizer(u_end_plugin._switch.cache_clear)
     monkeypatch.delitem(sys.modules, u_end_plugin._MODULE, raising=False)
     u_end_plugin.register()
     assert not finders()
