@@ -80,15 +80,6 @@ FAMILIES = {
         # The CPU kernel cannot export a state from inside a chunk: no chunk longer than a block.
         recurrent=True, args=("--max-num-batched-tokens=32", "--max-num-seqs=4"),
     ),
-    "short-convolution": Family(
-        "lfm2",
-        {
-            "num_hidden_layers": 4, "head_dim": 32, "block_auto_adjust_ff_dim": False,
-            "block_dim": 128, "conv_dim": 128, "tie_word_embeddings": True,
-            "layer_types": ["conv", "conv", "conv", "full_attention"],
-        },
-        recurrent=True,
-    ),
     "full-attention": Family(
         "qwen3",
         {"num_hidden_layers": 2},
@@ -117,7 +108,6 @@ def build(name: str, directory: Path, *, seed: int = 0) -> Path:
     tensors = {
         key: _draw(key, shape, family, generator)
         for key, shape in ((k, tuple(v.shape)) for k, v in sorted(model.state_dict().items()))
-        if not (key == "lm_head.weight" and config.tie_word_embeddings)
     }
     directory.mkdir(parents=True)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
@@ -150,9 +140,7 @@ def _draw(
 
 def _rule(key: str, family: Family) -> tuple[float, float | None]:
     """Mean and deviation (None: 1/sqrt(inputs)) of a tensor."""
-    hidden = int(COMMON["hidden_size"])
-    tied = bool(family.sizes.get("tie_word_embeddings"))
-    if re.search("(q|k)_?(layer)?norm", key):
+    if re.search("(q|k)_norm", key):
         return family.norm + 0.8, 0.0  # attention falls on a few tokens
     if "norm" in key:
         return family.norm, 0.0
@@ -160,8 +148,8 @@ def _rule(key: str, family: Family) -> tuple[float, float | None]:
         return 1.0, 0.0
     if key.endswith("bias"):
         return 0.0, 0.1
-    if "lm_head" in key or (tied and "embed" in key):
-        return 0.0, _HEAD / math.sqrt(hidden)
+    if "lm_head" in key:
+        return 0.0, _HEAD / math.sqrt(int(COMMON["hidden_size"]))
     if "embed" in key:
         return 0.0, 1.0
     return 0.0, None
