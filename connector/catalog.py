@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from backhaul.connector.foreign import ConvertibleDomains, Foreign
 from backhaul.protocols.checkpoint import LeaseId, Reason
 from backhaul.protocols.domain import DomainRecord
-from backhaul.protocols.errors import StoreError, StoreUnavailable
+from backhaul.protocols.errors import StoreDenied, StoreError, StoreUnavailable
 from backhaul.protocols.options import Options
 from backhaul.transfer.base import LookupResult, Store
 
@@ -224,7 +224,9 @@ class Catalog:
             )
         except StoreError as error:
             logger.debug("backhaul: lookup failed: %s", error)
-            return Answer(LookupResult(), Reason.UNREACHABLE, float("inf"))
+            denied = isinstance(error, StoreDenied)
+            reason = Reason.DENIED if denied else Reason.UNREACHABLE
+            return Answer(LookupResult(), reason, float("inf"))
         except Exception:
             logger.exception("backhaul: unexpected error in a lookup")
             return Answer(LookupResult(), Reason.INTERNAL, float("inf"))

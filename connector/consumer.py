@@ -16,7 +16,7 @@ from backhaul.connector.catalog import Catalog
 from backhaul.connector.endpoints import deepest_usable
 from backhaul.connector.jobs import BlockHolds, Job, JobBook
 from backhaul.connector.messages import BlockRef, LoadJob
-from backhaul.connector.outcome import Answered, Limits
+from backhaul.connector.outcome import Answered, Limits, producer_age, reuse_of
 from backhaul.connector.stats import StatsRecorder
 from backhaul.connector.tracking import Load, TrackedRequest
 from backhaul.protocols.checkpoint import Reason, primary_kind
@@ -114,6 +114,8 @@ class Consumer:
         tracked.answered = Answered(
             found.matches, found.attention_tokens, found.recurrent_tokens, answer.reason
         )
+        if tracked.reuse is None:
+            tracked.reuse = reuse_of(found.matches)
         usable = {m.boundary: m for m in found.matches if m.consumable}
         boundary = deepest_usable(
             usable,
@@ -128,7 +130,13 @@ class Consumer:
         match = usable[boundary]
         source = answer.foreign.record if match.domain and answer.foreign else None
         tracked.offered = Load(
-            boundary, local_tokens, match.kinds, match.age_s, match.producer, source
+            boundary,
+            local_tokens,
+            match.kinds,
+            match.age_s,
+            match.producer,
+            producer_age(found.matches, match),
+            source,
         )
         return Offer(known=True, load=tracked.offered)
 
@@ -167,7 +175,7 @@ class Consumer:
             local_tokens=tracked.local_tokens,
             limit_tokens=tracked.request.num_tokens - 1,
             min_gain_tokens=self._options.min_load_tokens,
-            denied=frozenset(tracked.denied),
+            denied=tracked.denied,
             loads_over=tracked.loads_over,
         )
 
@@ -213,7 +221,7 @@ class Consumer:
     @staticmethod
     def repair(tracked: TrackedRequest, load: Load, reason: Reason, manager: Any) -> None:
         """Send a request back to be scheduled from its local hit, never to try ``load`` again."""
-        tracked.denied.add(load.boundary)
+        tracked.denied[load.boundary] = reason
         tracked.miss = reason
         manager.free(tracked.request)
         tracked.request.num_computed_tokens = 0

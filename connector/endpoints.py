@@ -13,7 +13,7 @@ recomputed would apply it twice), hence floor(N - 1) for P_end.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import msgspec
 
@@ -180,7 +180,7 @@ def publishes_decode_end(reason: FinishReason | None, publish_on: Iterable[Finis
 
 
 def deepest_usable(
-    boundaries: Iterable[int], *, local_tokens: int, limit_tokens: int, denied: frozenset[int]
+    boundaries: Iterable[int], *, local_tokens: int, limit_tokens: int, denied: Collection[int]
 ) -> int:
     """The boundary to load, or 0: the deepest one above the local hit, at most ``limit_tokens``
     (one token must remain to be computed) and not denied after a failed load."""

@@ -22,6 +22,7 @@ from backhaul.protocols.domain import DomainRecord
 from backhaul.protocols.errors import UnsupportedError
 from backhaul.protocols.layout import CacheLayout, GroupKind, GroupLayout
 from backhaul.protocols.sharding import Page
+from backhaul.protocols.work import ModelWork, model_work
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,7 @@ class EngineFacts:
         object_bytes: group index -> bytes of one block of the group on one rank.
         drops_block: vLLM keeps a prompt's last recurrent state one block lower, because an EAGLE
             group gives up its last matched block.
+        work: what a prefill costs; None where the model's shape is not understood.
     """
 
     layout: CacheLayout
@@ -44,6 +46,7 @@ class EngineFacts:
     num_blocks: int
     object_bytes: dict[int, int]
     drops_block: bool = False
+    work: ModelWork | None = None
 
 
 def engine_facts(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
@@ -63,7 +66,15 @@ def engine_facts(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
         drops_block=bool(
             layout.has_recurrent and speculative and speculative.use_eagle_block_drop()
         ),
+        work=_work(vllm_config.model_config),
     )
+
+
+def _work(model: Any) -> ModelWork | None:
+    work = model_work(model.hf_text_config.to_dict())
+    if work is None:
+        logger.info("backhaul: the model's shape is not understood, avoided FLOPs stay 0")
+    return work
 
 
 def cache_layout(vllm_config: Any, kv_cache_config: Any) -> CacheLayout:

@@ -6,19 +6,23 @@ later preemption and its new lookup change nothing in it, as in vLLM's own stati
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from backhaul.protocols.checkpoint import (
     CheckpointKind,
     CheckpointMatch,
     PassedOver,
+    ProducerAge,
     Reason,
+    Reuse,
     Tag,
     primary_kind,
 )
 from backhaul.protocols.metrics import NONE
 from backhaul.protocols.record import CANDIDATES_MAX, Candidate, MatchedTokens, Selected
+from backhaul.protocols.work import ModelWork
 
 if TYPE_CHECKING:  # it imports vLLM, which the simulator runs without
     from backhaul.connector.stats import StatsRecorder
@@ -45,19 +49,20 @@ class Limits(NamedTuple):
         local_tokens: the engine's own hit, in whole boundaries.
         limit_tokens: deepest boundary that leaves a token to be computed.
         min_gain_tokens: shortest gain worth a load.
-        denied: boundaries whose load failed for this request.
+        denied: boundary -> why its load failed for this request.
         loads_over: no load is tried any more.
     """
 
     local_tokens: int
     limit_tokens: int
     min_gain_tokens: int = 1
-    denied: frozenset[int] = frozenset()
+    denied: Mapping[int, Reason] = MappingProxyType({})
     loads_over: bool = False
 
 
 class Outcome(NamedTuple):
-    """A settled request; see ``RequestRecord`` for the numbers."""
+    """A settled request; see ``RequestRecord`` for the numbers. ``junction`` is the end of a prefix
+    that an earlier request shares and that no recurrent group had cached locally; 0: none."""
 
     prompt_tokens: int
     local_tokens: int
@@ -66,6 +71,14 @@ class Outcome(NamedTuple):
     selected: Selected | None
     candidates: tuple[Candidate, ...]
     matched: MatchedTokens
+    reuse: Reuse | None = None
+    junction: int = 0
+    work: ModelWork | None = None
+
+    @property
+    def missed_junction(self) -> int:
+        """The junction, where the prefill began before it."""
+        return self.junction if self.junction > self.resumed_tokens else 0
 
     @property
     def resumed_tokens(self) -> int:
@@ -84,7 +97,8 @@ def tag_candidates(
     """Every match with its tags; the one at ``selected`` (0: none) was loaded."""
     candidates = []
     for match in matches:
-        failed = match.consumable and match.boundary in limits.denied
+        failure = limits.denied.get(match.boundary) if match.consumable else None
+        failed = failure is not None
         consumable = match.consumable and not failed
         chosen = consumable and match.boundary == selected
         candidates.append(
@@ -95,7 +109,7 @@ def tag_candidates(
                 hash_matched=match.hash_matched,
                 consumable=consumable,
                 selected=chosen,
-                reason=Reason.LOAD_FAILED if failed else match.reason,
+                reason=_why_denied(failure) if failure else match.reason,
                 passed_over=passed_over(match.boundary, selected, limits)
                 if consumable and not chosen
                 else None,
@@ -105,6 +119,29 @@ def tag_candidates(
             )
         )
     return tuple(candidates)
+
+
+def _why_denied(failure: Reason) -> Reason:
+    """Of a candidate whose load failed: nobody answered for its bytes, or else."""
+    return failure if failure is Reason.UNREACHABLE else Reason.LOAD_FAILED
+
+
+def producer_age(matches: Iterable[CheckpointMatch], selected: CheckpointMatch) -> ProducerAge:
+    """How many requests ago ``selected`` was made: each request of a history leaves at most one end
+    of a kind, so the ends of the same kind that lie deeper are of later ones, whatever became of
+    them. What the store has forgotten is not counted."""
+    kind = primary_kind(selected.kinds)
+    later = sum(m.boundary > selected.boundary and kind in m.kinds for m in matches)
+    return (ProducerAge.PREVIOUS, ProducerAge.TWO_EARLIER, ProducerAge.OLDER)[min(later, 2)]
+
+
+def reuse_of(matches: Iterable[CheckpointMatch]) -> Reuse | None:
+    """From a request's first answer, deepest first: whether the deepest checkpoint known of its
+    very prefix had been looked up before. None where none is known."""
+    for match in matches:
+        if match.kinds and match.reason is not Reason.HASH_MISMATCH:
+            return Reuse.STEADY if match.hits else Reuse.FIRST
+    return None
 
 
 def passed_over(boundary: int, selected: int, limits: Limits) -> PassedOver:
@@ -153,6 +190,14 @@ def count_outcome(outcome: Outcome, stats: StatsRecorder, *, asked: bool) -> Non
     stats.count("prompt_tokens", "other", n=outcome.other_tokens)
     stats.count("prompt_tokens", "recomputed", n=outcome.recomputed_tokens)
     stats.observe("recomputed_tokens", outcome.recomputed_tokens)
+    if outcome.reuse is not None:
+        stats.count("continuations", outcome.reuse)
+        stats.count("continuation_tokens", outcome.reuse, "reused", n=_reused(outcome))
+        stats.count("continuation_tokens", outcome.reuse, "recomputed", n=outcome.recomputed_tokens)
+    if outcome.missed_junction:
+        stats.count("branch_learning_misses")
+        missed = outcome.missed_junction - outcome.resumed_tokens
+        stats.count("branch_learning_tokens", n=missed)
     for candidate in outcome.candidates:
         _count_candidate(candidate, stats)
     if any(
@@ -167,6 +212,10 @@ def count_outcome(outcome: Outcome, stats: StatsRecorder, *, asked: bool) -> Non
             stats.observe("matched_tokens", getattr(outcome.matched, extent), extent)
     if selected is not None:
         _count_selected(outcome, selected, stats)
+
+
+def _reused(outcome: Outcome) -> int:
+    return outcome.local_tokens + outcome.loaded_tokens
 
 
 def _count_candidate(candidate: Candidate, stats: StatsRecorder) -> None:
@@ -185,6 +234,7 @@ def _count_selected(outcome: Outcome, selected: Selected, stats: StatsRecorder) 
     kind = selected.kind
     stats.observe("selected_boundary_tokens", selected.boundary, kind)
     stats.observe("selected_age_seconds", selected.age_s, kind)
+    stats.count("selections", kind, selected.producer_age)
     others = (
         c.boundary
         for c in outcome.candidates
@@ -194,5 +244,10 @@ def _count_selected(outcome: Outcome, selected: Selected, stats: StatsRecorder) 
     )
     without = max((b for b in others if b > outcome.local_tokens), default=0)
     stats.count("incremental_hits", kind, n=not without)
-    spared = selected.boundary - max(without, outcome.local_tokens)
-    stats.count("incremental_tokens", kind, n=spared)
+    without = max(without, outcome.local_tokens)
+    stats.count("incremental_tokens", kind, n=selected.boundary - without)
+    if outcome.work is not None:
+        avoided = outcome.work.flops(outcome.local_tokens, selected.boundary)
+        stats.count("avoided_prefill_flops", kind, n=float(avoided))
+        spared = outcome.work.flops(without, selected.boundary)
+        stats.count("incremental_prefill_flops", kind, n=float(spared))

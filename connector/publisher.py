@@ -23,9 +23,11 @@ from backhaul.connector.presence import Presence
 from backhaul.connector.stats import StatsRecorder
 from backhaul.connector.tracking import Pin, TrackedRequest
 from backhaul.protocols.checkpoint import (
+    UNKNOWN_WORK,
     CheckpointKind,
     CheckpointManifest,
     DomainId,
+    PrefillWork,
     PublicationId,
     Reason,
     primary_kind,
@@ -79,6 +81,7 @@ class Publisher:
         stats: StatsRecorder,
         presence: Presence | None = None,
         events: KvEvents,
+        work: PrefillWork = UNKNOWN_WORK,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._options = options
@@ -94,6 +97,7 @@ class Publisher:
         self._stats = stats
         self._presence = presence
         self._events = events
+        self._work = work
         self._clock = clock
         self._outbox: list[PublishJob] = []
         self._sending: dict[int, _Sending] = {}
@@ -384,6 +388,7 @@ class Publisher:
             kinds=kinds,
             producer=self._engine_id,
             user_turn=CheckpointKind.INPUT_END in kinds and tracked.hints.user_turn,
+            work=self._work,
         )
         job = self._dispatch(tracked, publication, blocks, manifest, kinds, pin.boundary)
         if job is None:

@@ -20,7 +20,11 @@ from backhaul.protocols.record import LoggedRequest
 logger = logging.getLogger(__name__)
 
 _QUEUE_MAX = 4096
-"""Records waiting for the disk; a few megabytes at most."""
+"""Records waiting for the disk."""
+_QUEUE_BYTES_MAX = 64 << 20
+"""Memory of those records, roughly: long prompts with their token ids are large."""
+_RECORD_BYTES, _HASH_BYTES, _TOKEN_BYTES = 2_000, 120, 40
+"""Python's objects for a record without lists, a hash in hex, a token id."""
 _BATCH_MAX = 256
 _CLOSE_TIMEOUT_S = 2.0
 """How long an engine that stops waits for its last lines."""
@@ -33,11 +37,16 @@ class RequestLog:
     each batch is one write in append mode, so that several engines may share a file.
     """
 
-    def __init__(self, path: str, *, queue_max: int = _QUEUE_MAX) -> None:
+    def __init__(
+        self, path: str, *, queue_max: int = _QUEUE_MAX, bytes_max: int = _QUEUE_BYTES_MAX
+    ) -> None:
         self._path = path
         self._queue: queue.Queue[LoggedRequest | None] = queue.Queue(queue_max)
         self._encoder = msgspec.json.Encoder()
         self._file: BinaryIO | None = None
+        self._bytes_max = bytes_max
+        self._bytes_in = 0  # changed by the caller's thread only
+        self._bytes_out = 0  # changed by the writer's thread only
         self._refused = 0  # by the queue; changed by the caller's thread only
         self._written = 0  # changed by the writer's thread only, as is the next one
         self._lost = 0
@@ -48,10 +57,16 @@ class RequestLog:
 
     def write(self, record: LoggedRequest) -> None:
         """Queue a record; a full queue drops it."""
+        size = memory_bytes(record)
+        if self._bytes_in - self._bytes_out + size > self._bytes_max:
+            self._refused += 1
+            return
         try:
             self._queue.put_nowait(record)
         except queue.Full:
             self._refused += 1
+        else:
+            self._bytes_in += size
 
     def take_counts(self) -> tuple[int, int]:
         """Records written, and dropped, since the last call."""
@@ -87,6 +102,8 @@ class RequestLog:
                     logger.warning("backhaul: request log %s: %s", self._path, error)
                 self._failing = True
                 self._close_file()
+            finally:
+                self._bytes_out += sum(map(memory_bytes, records))
         self._close_file()
 
     def _batch(self) -> Iterator[LoggedRequest | None]:
@@ -125,3 +142,12 @@ class RequestLog:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def memory_bytes(record: LoggedRequest) -> int:
+    """About how much memory a record takes while it waits."""
+    return (
+        _RECORD_BYTES
+        + _HASH_BYTES * len(record.boundary_hashes)
+        + _TOKEN_BYTES * len(record.token_ids)
+    )

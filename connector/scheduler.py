@@ -37,7 +37,7 @@ from backhaul.connector.publisher import Publisher
 from backhaul.connector.request_log import RequestLog
 from backhaul.connector.stats import BackhaulStats, StatsRecorder, series
 from backhaul.connector.tracking import Load, TrackedRequest
-from backhaul.protocols.checkpoint import Reason, primary_kind
+from backhaul.protocols.checkpoint import UNKNOWN_WORK, Reason, primary_kind
 from backhaul.protocols.match_history import MatchHistory, observe
 from backhaul.protocols.metrics import NONE
 from backhaul.protocols.options import FinishReason, Options
@@ -116,6 +116,7 @@ class SchedulerHalf:
             stats=self._stats,
             presence=self._presence,
             events=self._events,
+            work=facts.work.coarse() if facts.work else UNKNOWN_WORK,
         )
         self._consumer = (
             Consumer(
@@ -248,6 +249,8 @@ class SchedulerHalf:
             self._write_log(tracked, tracked.record())
             return False, None
         reason = _FINISH_REASONS.get(request.status)
+        if tracked.decode_pin and reason not in (FinishReason.STOP, FinishReason.LENGTH):
+            self._stats.count("publication_failures", Reason.ABORTED)
         published = self._publisher.on_finished(
             tracked,
             block_ids,
@@ -323,6 +326,8 @@ class SchedulerHalf:
         request = tracked.request
         resume = max(local_tokens, boundary)
         junction = request.shared_prefix_boundary
+        grid = self._facts.layout.boundary_tokens
+        tracked.junction = (junction or 0) // grid * grid
         publishes = self._publishes_of(tracked)
         tracked.takes_input_end = publishes and tracked.choice.input_end
         tracked.ends = prompt_ends(
@@ -331,7 +336,7 @@ class SchedulerHalf:
             u_end=tracked.hints.u_end if publishes else None,
             prompt_tokens=request.num_prompt_tokens,
             junction=junction,
-            grid=self._facts.layout.boundary_tokens,
+            grid=grid,
             carries_prompt=tracked.carries_prompt and publishes,
             drops_block=self._facts.drops_block,
         )
@@ -373,7 +378,7 @@ class SchedulerHalf:
 
     def _settle(self, tracked: TrackedRequest) -> None:
         """The prefill begins now: from where, and what became of every candidate."""
-        request, load = tracked.request, tracked.loaded
+        request, load, work = tracked.request, tracked.loaded, self._facts.work
         resumed = request.num_computed_tokens
         loaded = load.boundary - load.local_tokens if load else 0
         # vLLM's own split; it is gone once the first token was reported.
@@ -396,15 +401,20 @@ class SchedulerHalf:
                 kinds=load.kinds,
                 age_s=round(load.age_s, 3),
                 producer=load.producer,
+                producer_age=load.producer_age,
+                avoided_flops=work.flops(load.local_tokens, load.boundary) if work else None,
             )
             if load
             else None,
             candidates=candidates,
             matched=matched_tokens(answered, has_recurrent=self._facts.layout.has_recurrent),
+            reuse=tracked.reuse,
+            junction=tracked.junction,
+            work=work,
         )
         asked = tracked.answered is not None and answered.reason is None
         count_outcome(outcome, self._stats, asked=asked)
-        self._history.add(tracked.hints.template, tracked.hints.client, observe(candidates))
+        self._learn(tracked, candidates)
         if self._publishes_of(tracked):
             for kind in chosen_kinds(tracked.choice) or (NONE,):
                 self._stats.count("chosen_ends", kind, tracked.choice.why)
@@ -412,17 +422,42 @@ class SchedulerHalf:
             if candidate.reason is Reason.EVICTED:
                 self._events.removed(request, candidate.boundary)
 
+    def _learn(self, tracked: TrackedRequest, candidates: tuple[Candidate, ...]) -> None:
+        """Remember what matched, for requests of the same template and client."""
+        grid, unit = self._facts.layout.boundary_tokens, self._facts.layout.hash_tokens
+        request, hints = tracked.request, tracked.hints
+        known = len(request.block_hashes) * unit
+        deepest = min(request.num_prompt_tokens, known) // grid * grid
+        names = (bytes(request.block_hashes[b // unit - 1]) for b in range(deepest, 0, -grid))
+        if tracked.answered is not None and tracked.answered.reason is None:
+            continues = self._history.continued(names, request.num_prompt_tokens)
+            self._history.add(hints.template, hints.client, observe(candidates, continues))
+        input_end = (hints.u_end or 0) // grid * grid
+        if tracked.choice.decode_end and 0 < input_end <= deepest:
+            name = bytes(request.block_hashes[input_end // unit - 1])
+            self._history.expect(name, input_end, request.num_prompt_tokens)
+
     def _write_log(self, tracked: TrackedRequest, record: RequestRecord) -> None:
-        if self._log is not None:
-            self._log.write(
-                LoggedRequest(
-                    **{name: getattr(record, name) for name in record.__struct_fields__},
-                    time=time.time(),
-                    engine=self._facts.engine_id,
-                    request_id=tracked.request_id,
-                    finish=tracked.request.status.name,
-                )
+        if self._log is None:
+            return
+        request, grid = tracked.request, self._facts.layout.boundary_tokens
+        step = grid // self._facts.layout.hash_tokens
+        hashes = request.block_hashes
+        self._log.write(
+            LoggedRequest(
+                **{name: getattr(record, name) for name in record.__struct_fields__},
+                time=time.time(),
+                engine=self._facts.engine_id,
+                request_id=tracked.request_id,
+                finish=request.status.name,
+                domain=self._facts.domain.domain_id,
+                grid_tokens=grid,
+                boundary_hashes=tuple(
+                    bytes(hashes[i]).hex() for i in range(step - 1, len(hashes), step)
+                ),
+                token_ids=tuple(request.all_token_ids) if self._options.request_log_tokens else (),
             )
+        )
 
     def _publishes_of(self, tracked: TrackedRequest) -> bool:
         return self._publishes and tracked.hints.publish

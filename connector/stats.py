@@ -8,6 +8,7 @@ so that the number of workers never multiplies a count. The names stand in
 from __future__ import annotations
 
 from collections import Counter as Tally
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -82,11 +83,11 @@ class StatsRecorder:
     """Collects on the scheduler's thread between two reports."""
 
     def __init__(self) -> None:
-        self._counters: Tally[str] = Tally()
+        self._counters: defaultdict[str, float] = defaultdict(int)
         self._observations: dict[str, list[float]] = {}
         self._gauges: dict[str, int] = {}
 
-    def count(self, name: str, *labels: str, n: int = 1) -> None:
+    def count(self, name: str, *labels: str, n: float = 1) -> None:
         """Add to a counter; its labels in the order of the table."""
         if n:
             self._counters[series(name, *labels)] += n
@@ -108,7 +109,7 @@ class StatsRecorder:
                 "observations": self._observations,
             }
         )
-        self._counters, self._observations = Tally(), {}
+        self._counters, self._observations = defaultdict(int), {}
         return stats
 
 

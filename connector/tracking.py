@@ -9,7 +9,14 @@ from backhaul.connector.endpoints import PromptEnds, VerbatimEnd, chosen_kinds
 from backhaul.connector.hints import RequestHints
 from backhaul.connector.jobs import Job
 from backhaul.connector.outcome import Answered, Outcome, shown
-from backhaul.protocols.checkpoint import CheckpointKind, LeaseId, PublicationId, Reason
+from backhaul.protocols.checkpoint import (
+    CheckpointKind,
+    LeaseId,
+    ProducerAge,
+    PublicationId,
+    Reason,
+    Reuse,
+)
 from backhaul.protocols.domain import DomainRecord
 from backhaul.protocols.policy import Choice, Policy
 from backhaul.protocols.record import Chosen, InputEnd, InputEndOutcome, RequestRecord
@@ -50,6 +57,7 @@ class Load:
     kinds: tuple[CheckpointKind, ...]
     age_s: float = 0.0
     producer: str = ""
+    producer_age: ProducerAge = ProducerAge.PREVIOUS
     source: DomainRecord | None = None
     lease: LeaseId = field(default=LeaseId(""))
     block_ids: tuple[int, ...] = ()
@@ -61,7 +69,9 @@ class Load:
 class TrackedRequest:
     """Connector state of one request; ``request`` is vLLM's own object.
 
-    ``answered`` is the store's last answer; ``outcome`` is set once, when the prefill begins;
+    ``answered`` is the store's last answer; ``reuse`` comes from the first one, since asking counts
+    as a use; ``junction`` is vLLM's own, in whole boundaries; ``denied``: boundary -> why its load
+    failed; ``outcome`` is set once, when the prefill begins;
     ``forced`` are the chunk ends that were forced so far; ``takes_input_end`` says whether policy,
     role and hints allow a U_end to be published. ``choice`` is what its ``policy`` chose when it
     arrived; ``verbatim`` finds the end of what the parser keeps, where the policy asks for it.
@@ -80,7 +90,7 @@ class TrackedRequest:
     pathless: bool = False  # a decode position was not pinned, for want of a publication path
     sent: set[int] = field(default_factory=set)  # boundaries whose prompt ends were published
     preemptions: int = 0
-    denied: set[int] = field(default_factory=set)
+    denied: dict[int, Reason] = field(default_factory=dict)
     loads_over: bool = False
     offered: Load | None = None
     loading: Load | None = None
@@ -91,6 +101,8 @@ class TrackedRequest:
     streamed: int = 0
     stream_job: int = 0
     answered: Answered | None = None
+    reuse: Reuse | None = None
+    junction: int = 0
     outcome: Outcome | None = None
     forced: list[int] = field(default_factory=list)
     takes_input_end: bool = False
@@ -124,6 +136,8 @@ class TrackedRequest:
             selected=outcome.selected,
             reason=None if outcome.selected else self.miss,
             matched=outcome.matched,
+            reuse=outcome.reuse,
+            junction=outcome.missed_junction,
             candidates=shown(outcome.candidates),
             forced_chunk_ends=tuple(self.forced),
             input_end=self._input_end(outcome.resumed_tokens),

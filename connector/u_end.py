@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import threading
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Self
 
 import jinja2
 
 from backhaul.render import encoders
+from backhaul.render.reasoning import ReasoningRules, ReasoningUse
 from backhaul.render.reasons import Reason, UEnd
 from backhaul.render.template import MarkedTemplate, Rendering
 from backhaul.render.tokens import u_end_tokens
@@ -28,25 +30,34 @@ _active = threading.local()
 
 
 class Recorder:
-    """What was seen of one request's render. Used by one thread at a time."""
+    """What was seen of one request's render. Used by one thread at a time.
+
+    Attributes:
+        template: names the template that was rendered; "" where none was.
+        reasoning_use: what that template does with the reasoning of earlier replies.
+    """
 
     def __init__(self) -> None:
         self.reason: Reason | None = Reason.OPAQUE_PROMPT
         self.suffix: Sequence[int] = ()
+        self.template = ""
+        self.reasoning_use: ReasoningUse | None = None
         self._rendering: Rendering | None = None
 
-    @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
+    def __enter__(self) -> Self:
         """Templates that this thread renders inside are rendered with marks."""
         _active.recorder = self
-        try:
-            yield
-        finally:
-            _active.recorder = None
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _active.recorder = None
 
     def render(self, template: RecordedTemplate, variables: dict[str, Any]) -> str:
         """Render once, with marks where the template allows it."""
         self._rendering, self.reason = None, Reason.ERROR
+        self.template = template.digest
+        with contextlib.suppress(Exception):
+            self.reasoning_use = template.rules.use(variables) if template.rules else None
         if template.marked is not None:
             self.reason = template.marked.reason
             try:
@@ -91,8 +102,12 @@ class RecordedTemplate:
     def __init__(self, plain: jinja2.Template, source: str) -> None:
         self.plain = plain
         self.marked: MarkedTemplate | None = None
+        self.rules: ReasoningRules | None = None
+        self.digest = hashlib.sha256(source.encode()).hexdigest()[:16]
         with contextlib.suppress(Exception):
             self.marked = MarkedTemplate(source, plain.environment)
+        with contextlib.suppress(Exception):
+            self.rules = ReasoningRules(plain.environment.parse(source))
 
     def __getattr__(self, name: str) -> Any:
         if name == "plain":  # Asked for before __init__ ran, by copy or pickle.
@@ -119,6 +134,12 @@ def encode(tokenizer: Any, text: str) -> Sequence[int]:
 @functools.lru_cache(maxsize=256)
 def _encode(tokenizer: Any, text: str) -> tuple[int, ...]:
     return tuple(tokenizer.encode(text, add_special_tokens=False))
+
+
+@functools.cache
+def uses_templates(renderer: Any) -> bool:
+    """Whether a renderer of vLLM of this class applies chat templates."""
+    return any(cls.__name__ == "HfRenderer" for cls in renderer.__mro__)
 
 
 def encoded_u_end(renderer: Any, prompt: Sequence[int], text: str | None) -> UEnd:

@@ -16,15 +16,29 @@ import importlib.util
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
 from prometheus_client import Counter
 
+from backhaul.connector.request_facts import (
+    lost_suffix,
+    message_facts,
+    parsers_of,
+    reasoning_kept,
+    reply_reasons,
+    rewrites,
+)
 from backhaul.connector.selfcheck import Surface, missing_surfaces, parameters, source_has
-from backhaul.connector.u_end import RecordedTemplate, Recorder, encoded_u_end, harmony_u_end
+from backhaul.connector.u_end import (
+    RecordedTemplate,
+    Recorder,
+    encoded_u_end,
+    harmony_u_end,
+    uses_templates,
+)
 from backhaul.render.reasons import Reason, UEnd
 
 logger = logging.getLogger("vllm.backhaul")
@@ -105,9 +119,14 @@ _outbound: contextvars.ContextVar[bool] = contextvars.ContextVar("backhaul_outbo
 """The prompt goes to the client (render endpoint), not to this process's engine."""
 
 
+@functools.cache
+def _switch() -> str:
+    return os.environ.get(SWITCH_ENV, "auto").strip().lower() or "auto"
+
+
 def register() -> None:
     """Hook vLLM's renderer now, or as soon as it is imported: processes without it never pay."""
-    switch = os.environ.get(SWITCH_ENV, "auto").strip().lower() or "auto"
+    switch = _switch()
     if switch not in _SWITCHES:
         logger.warning(
             "%s=%r is not one of %s; U_end is not recorded",
@@ -208,7 +227,7 @@ def _applied(apply: Callable[..., Any]) -> Callable[..., Any]:
         recorder = kwargs.pop(_ARGUMENT, None)
         if recorder is None:
             return apply(model_config, tokenizer, conversation, **kwargs)
-        with recorder.recording():
+        with recorder:
             result = apply(model_config, tokenizer, conversation, **kwargs)
         try:
             recorder.finish(tokenizer, result)
@@ -244,7 +263,12 @@ def _preprocessed(preprocess: Callable[..., Any]) -> Callable[..., Any]:
             result = await preprocess(self, request, *args, **kwargs)
         finally:
             _recorder.reset(token)
-        _fill(request, lambda: _found(self.renderer, recorder, result[1][0]))
+        engine_input = result[1][0]
+        _fill(
+            request,
+            lambda: _found(self.renderer, recorder, engine_input),
+            lambda u_end: _facts(request, _token_ids(engine_input), u_end, recorder, self),
+        )
         return result
 
     return preprocessed
@@ -273,6 +297,7 @@ def _harmony(render: Callable[..., Any], engine_input: Callable[[Any], Any]) -> 
             _fill(
                 request,
                 lambda: opaque if given else harmony_u_end(_token_ids(engine_input(result))),
+                lambda u_end: message_facts(request),
             )
         return result
 
@@ -287,18 +312,31 @@ def _wanted(online_renderer: Any, request: Any, outbound: bool) -> bool:
     try:
         if not hasattr(request, "kv_transfer_params"):
             return False
-        if outbound or os.environ.get(SWITCH_ENV, "").strip().lower() == "on":
+        if outbound or _switch() == "on":
             return True
         config = getattr(online_renderer.renderer.config, "kv_transfer_config", None)
-        return config is not None and _names_backhaul(config)
+        return config is not None and _connects.of(config)
     except Exception:
         return False
 
 
-def _names_backhaul(config: Any) -> bool:
-    """Whether the connector is Backhaul's, alone or among those of a MultiConnector."""
-    fields = ("kv_connector", "kv_connector_module_path", "kv_connector_extra_config")
-    return any("backhaul" in str(getattr(config, field, "")).lower() for field in fields)
+class _Connects:
+    """Whether the connector is Backhaul's, alone or among those of a MultiConnector. Found once
+    for the configuration that a process has."""
+
+    def __init__(self) -> None:
+        self._config: Any = None
+        self._found = False
+
+    def of(self, config: Any) -> bool:
+        if config is not self._config:
+            fields = ("kv_connector", "kv_connector_module_path", "kv_connector_extra_config")
+            texts = [str(getattr(config, field, "")).lower() for field in fields]
+            self._config, self._found = config, any("backhaul" in text for text in texts)
+        return self._found
+
+
+_connects = _Connects()
 
 
 def _token_ids(engine_input: Any) -> Sequence[int]:
@@ -310,47 +348,67 @@ def _found(renderer: Any, recorder: Recorder, engine_input: Any) -> UEnd:
     prompt = _token_ids(engine_input)
     if not prompt:
         return UEnd(None, Reason.OPAQUE_PROMPT)
-    if any(cls.__name__ == "HfRenderer" for cls in type(renderer).__mro__):
+    if uses_templates(type(renderer)):  # type: ignore[arg-type]
         return recorder.u_end(prompt)
     return encoded_u_end(renderer, prompt, engine_input.get("prompt"))
 
 
-def _fill(request: Any, find: Callable[[], UEnd]) -> None:
-    """Put the offset into the request's own copy of its parameters, and count the outcome."""
+def _fill(
+    request: Any, find: Callable[[], UEnd], facts: Callable[[int | None], dict[str, Any]]
+) -> None:
+    """Put the offset, and ``facts`` of a request with that offset, into the request's own copy of
+    its parameters; count what became of the offset. What the client says stays."""
     try:
-        outcome = _filled(request, find)
+        outcome = _filled(request, find, facts)
     except Exception as error:
         outcome = Reason.ERROR
         logger.debug("U_end of a prompt is unknown", exc_info=error)
-    _counter().labels(outcome).inc()
+    _counted(outcome).inc()
 
 
-def _filled(request: Any, find: Callable[[], UEnd]) -> str:
+def _filled(
+    request: Any, find: Callable[[], UEnd], facts: Callable[[int | None], dict[str, Any]]
+) -> str:
     params = {} if request.kv_transfer_params is None else request.kv_transfer_params
     hints = params.get("backhaul") if isinstance(params, dict) else params
     hints = {} if hints is None else hints
     if not isinstance(params, dict) or not isinstance(hints, dict):
         return Reason.MALFORMED_PARAMS
-    if "u_end" in hints:
-        return SUPPLIED
-    found = find()
-    if found.tokens is None:
-        return found.reason or Reason.ERROR
+    supplied = "u_end" in hints
+    found = UEnd(None) if supplied else find()
+    own = {} if found.tokens is None else {"u_end": found.tokens}
+    try:
+        own = {**facts(found.tokens), **own}
+    except Exception as error:
+        logger.debug("Nothing else is known of a request", exc_info=error)
     # Not in place: the requests of a batch share one object.
-    filled = {"user_turn": _ends_with_user(request), **hints, "u_end": found.tokens}
-    request.kv_transfer_params = {**params, "backhaul": filled}
-    return FILLED
+    request.kv_transfer_params = {**params, "backhaul": {**own, **hints}}
+    if supplied:
+        return SUPPLIED
+    return FILLED if found.tokens is not None else found.reason or Reason.ERROR
 
 
-def _ends_with_user(request: Any) -> bool:
-    """Whether the last message of a chat (``messages``) or Responses (``input``) request is a
-    user's, and not a tool's result."""
-    messages = getattr(request, "messages", None) or getattr(request, "input", None)
-    if isinstance(messages, str):
-        return True
-    last = messages[-1] if isinstance(messages, Sequence) and messages else None
-    role = last.get("role") if isinstance(last, Mapping) else getattr(last, "role", None)
-    return role == "user"
+def _facts(
+    request: Any, prompt: Sequence[int], u_end: int | None, recorder: Recorder, renderer: Any
+) -> dict[str, Any]:
+    """What is known of a request besides; what cannot be found out is left out."""
+    parsers = parsers_of(renderer)
+    tokenizer = renderer.renderer.get_tokenizer()
+    suffix = prompt[u_end:] if u_end is not None else recorder.suffix
+    findings: dict[str, Callable[[], Any]] = {
+        "template": lambda: recorder.template or None,
+        "reasoning": lambda: reply_reasons(parsers, tokenizer, suffix) if suffix else None,
+        "reasoning_kept": lambda: reasoning_kept(recorder.reasoning_use, request),
+        "suffix_start": lambda: None if u_end is None else lost_suffix(prompt, u_end, request),
+        "rewrites": lambda: rewrites(parsers, tokenizer, request),
+    }
+    found = message_facts(request)
+    for name, find in findings.items():
+        try:
+            found[name] = find()
+        except Exception as error:
+            logger.debug("%s of a request is unknown", name, exc_info=error)
+    return {name: value for name, value in found.items() if value is not None}
 
 
 @functools.cache
@@ -359,3 +417,8 @@ def _counter() -> Counter:
     for outcome in OUTCOMES:
         counter.labels(outcome)
     return counter
+
+
+@functools.cache
+def _counted(outcome: str) -> Any:
+    return _counter().labels(outcome)

@@ -21,7 +21,13 @@ from backhaul.connector.messages import (
 from backhaul.connector.regions import GroupRegions, memory_regions
 from backhaul.protocols.checkpoint import ObjectKey, Reason
 from backhaul.protocols.domain import DomainRecord
-from backhaul.protocols.errors import StoreError, StoreFull, StoreRejected, StoreUnavailable
+from backhaul.protocols.errors import (
+    StoreDenied,
+    StoreError,
+    StoreFull,
+    StoreRejected,
+    StoreUnavailable,
+)
 from backhaul.protocols.layout import CacheLayout, GroupKind
 from backhaul.protocols.options import Options
 from backhaul.transfer.base import (
@@ -274,6 +280,8 @@ def _reason_of(error: StoreError) -> Reason:
         return Reason.STORE_FULL
     if isinstance(error, StoreUnavailable):
         return Reason.UNREACHABLE
+    if isinstance(error, StoreDenied):
+        return Reason.DENIED
     if isinstance(error, StoreRejected):
         return Reason.UNCOMMITTED
     return Reason.INTERNAL

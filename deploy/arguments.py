@@ -7,6 +7,7 @@ in one line that says both and what to give instead; ``each`` makes a Typer call
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import stat
@@ -76,6 +77,17 @@ def one_line(name: str, value: str) -> None:
     """Something is there, on one line."""
     if not value.strip() or "\n" in value or "\0" in value:
         raise ConfigError(f"{name} is {shown(value)}: give a text of one line, or leave it out")
+
+
+def option_pair(name: str, value: str) -> tuple[str, Any]:
+    """NAME=VALUE; the value as JSON where it is that, else as text."""
+    key, found, text = value.partition("=")
+    if not found or not key.strip():
+        raise ConfigError(f"{name} is {shown(value)}: write NAME=VALUE, e.g. policy=auto")
+    try:
+        return key.strip(), json.loads(text)
+    except (ValueError, RecursionError):
+        return key.strip(), text
 
 
 def size_of_bytes(name: str, value: str) -> int:

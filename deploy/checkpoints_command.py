@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from backhaul.deploy.arguments import domain_prefix, each, seconds, store_uri
+from backhaul.deploy.arguments import (
+    domain_prefix,
+    each,
+    file_or_folder,
+    file_to_read,
+    one_line,
+    prompt_file,
+    seconds,
+    store_uri,
+)
 from backhaul.deploy.terminal import format_age, parse_duration, print_json
 from backhaul.protocols.checkpoint import CheckpointKind
 from backhaul.protocols.errors import ConfigError, StoreRejected
@@ -17,17 +27,28 @@ from backhaul.transfer.daemon.settings import format_bytes
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from backhaul.transfer.base import CheckpointInfo
-    from backhaul.transfer.listing import ListPage, ListQuery
+    from backhaul.deploy.checkpoint_tags import TaggedPage
+    from backhaul.deploy.prompt_lookup import Subject
+    from backhaul.transfer.base import CheckpointInfo, DomainInfo
+    from backhaul.transfer.listing import ListQuery
 
 DEFAULT_STORE = "backhaul://127.0.0.1:7400"
 _HASH_DIGITS = 12
 _DOMAIN_DIGITS = 8
-_LEFT = ("domain", "ends", "is", "hash", "producer")
+_LEFT = ("domain", "ends", "is", "tag", "hash", "producer")
 _GAP = 2
 _PIPE_WIDTH = 1_000
 _EXPENDABLE = ("hash", "producer", "unused for", "leases", "attention", "state", "hits")
 """Columns that a narrow terminal does without, the first ones first."""
+
+
+class Tag(enum.StrEnum):
+    """The tags of a checkpoint; each implies the one before it."""
+
+    RETAINED = "retained"
+    HASH_MATCHED = "hash_matched"
+    CONSUMABLE = "consumable"
+    SELECTED = "selected"
 
 
 class Show(enum.StrEnum):
@@ -69,6 +90,52 @@ def checkpoints(
     show: Annotated[
         Show, typer.Option(help="Visible to lookups, not yet committed by all ranks, or evicted.")
     ] = Show.VISIBLE,
+    tag: Annotated[
+        Tag | None,
+        typer.Option(
+            help="Only those with this tag: for the prompt or request given, else as far as it "
+            "means something without one (see docs/checkpoints.md)."
+        ),
+    ] = None,
+    prompt: Annotated[
+        str,
+        typer.Option(
+            metavar="FILE",
+            help="Tags are for this prompt: text, JSON token ids, or - for standard input.",
+            callback=each(prompt_file),
+        ),
+    ] = "",
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR", help="The model's folder, for text.", callback=each(file_or_folder)
+        ),
+    ] = None,
+    cache_salt: Annotated[
+        str, typer.Option(metavar="TEXT", help="The prompt's cache_salt, where it had one.")
+    ] = "",
+    request: Annotated[
+        str,
+        typer.Option(
+            metavar="ID", help="Tags are for this request of the log.", callback=each(one_line)
+        ),
+    ] = "",
+    request_log: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FILE",
+            help="An engine's request log; may be repeated.",
+            callback=each(file_to_read),
+        ),
+    ] = None,
+    for_domain: Annotated[
+        str,
+        typer.Option(
+            metavar="ID",
+            help="The target worker's cache domain; default: the request's, or the only one.",
+            callback=each(domain_prefix),
+        ),
+    ] = "",
     limit: Annotated[int, typer.Option(min=0, max=1_000_000, help="At most so many; 0: all.")] = 50,
     cursor: Annotated[
         str, typer.Option(metavar="TEXT", help="Continue where a former listing ended.")
@@ -79,7 +146,14 @@ def checkpoints(
         typer.Option(metavar="SECONDS", help="Longest wait for the store.", callback=each(seconds)),
     ] = 5.0,
 ) -> None:
-    """List a store's checkpoints, newest first. Listing counts as no use of them."""
+    """List a store's checkpoints, newest first. Listing counts as no use of them.
+
+    Example: backhaul checkpoints --kind decode_end --newer-than 10m
+
+    Exit code 0: listed, also where nothing fits; 1: the store does not answer; 2: wrong usage.
+    """
+    subject = _subject(prompt, request, request_log or [], tokenizer)
+    _check_tag(tag, for_domain, show, cursor, relative=subject is not None)
     query = make_query(
         domain=domain.lower(),
         kinds=kind or [],
@@ -88,17 +162,63 @@ def checkpoints(
         show=show,
         limit=limit,
         cursor=cursor,
+        hits_min=int(subject is None and tag is Tag.SELECTED),
     )
 
+    from backhaul.deploy.checkpoint_tags import tagged_for, tagged_without
+    from backhaul.deploy.prompt_lookup import choose_domain, domain_of
     from backhaul.transfer.backends.inspector import StoreInspector
 
     with StoreInspector(store, timeout_s=timeout) as inspector:
-        page = inspector.page(query)
+        domains = inspector.domains() if subject or for_domain else []
+        target: DomainInfo | None = None
+        if subject is not None:
+            target = domain_of(domains, subject, for_domain, "--for-domain")
+            page = tagged_for(inspector, subject, domains, target, query, tag, cache_salt)
+        else:
+            if for_domain:
+                target = choose_domain(domains, for_domain, "--for-domain")
+            page = tagged_without(inspector, domains, target, query, tag)
         if as_json:
-            print_json(as_document(store, page))
+            print_json(as_document(store, page, target.id if target else None))
             return
         known = [] if page.checkpoints else [info.id for info in inspector.domains()]
     _print(page, domain, known)
+
+
+def _subject(
+    prompt: str, request: str, request_logs: list[str], tokenizer: str | None
+) -> Subject | None:
+    if not (prompt or request):
+        if request_logs or tokenizer:
+            raise ConfigError("--request-log and --tokenizer go with --request ID or --prompt FILE")
+        return None
+    from backhaul.deploy.prompt_lookup import find_subject, make_reader
+
+    reader = make_reader(tokenizer, special_tokens=False)
+    return find_subject(prompt, request, request_logs, reader)
+
+
+def _check_tag(
+    tag: Tag | None, for_domain: str, show: Show, cursor: str, *, relative: bool
+) -> None:
+    if relative:
+        if cursor:
+            raise ConfigError("--cursor goes with no prompt: a listing along a prompt has no pages")
+    elif tag is Tag.HASH_MATCHED:
+        raise ConfigError(
+            "--tag hash_matched is said of a request: give --prompt FILE or --request ID"
+        )
+    elif tag is Tag.CONSUMABLE and not for_domain:
+        raise ConfigError(
+            "--tag consumable is said of a worker: give --for-domain ID, or a request with "
+            "--prompt FILE or --request ID"
+        )
+    if tag is not None and show is not Show.VISIBLE:
+        raise ConfigError(
+            f"--tag {tag} with --show {show}: whoever has a tag is retained, so visible; leave out "
+            "one of them"
+        )
 
 
 def make_query(
@@ -110,6 +230,7 @@ def make_query(
     show: Show,
     limit: int,
     cursor: str,
+    hits_min: int = 0,
 ) -> ListQuery:
     """The query that the options describe. Raises ``ConfigError`` where they contradict."""
     from backhaul.transfer.base import Visibility
@@ -129,17 +250,22 @@ def make_query(
             visibilities=frozenset(Visibility if show is Show.ALL else {Visibility(show)}),
             limit=limit,
             cursor=cursor,
+            hits_min=hits_min,
         )
     except StoreRejected as error:
         raise ConfigError(str(error)) from None
 
 
-def as_document(store: str, page: ListPage) -> dict[str, Any]:
+def as_document(store: str, page: TaggedPage, target: str | None) -> dict[str, Any]:
     """What ``--json`` prints. Times in seconds, sizes in bytes; ``next_cursor`` is empty on the
-    last page."""
+    last page; a tag is null where it means nothing without a request or a worker."""
     return {
         "store": store,
-        "checkpoints": [checkpoint_document(info) for info in page.checkpoints],
+        "for_domain": target,
+        "checkpoints": [
+            checkpoint_document(info) | {"tags": tags._asdict()}
+            for info, tags in zip(page.checkpoints, page.tags, strict=True)
+        ],
         "next_cursor": page.next_cursor,
     }
 
@@ -162,7 +288,7 @@ def checkpoint_document(info: CheckpointInfo) -> dict[str, Any]:
     }
 
 
-def _print(page: ListPage, domain: str, known: list[Any]) -> None:
+def _print(page: TaggedPage, domain: str, known: list[Any]) -> None:
     from rich.console import Console
 
     console = Console(highlight=False)
@@ -175,7 +301,11 @@ def _print(page: ListPage, domain: str, known: list[Any]) -> None:
         elif not any(one.startswith(domain) for one in known):
             console.print(f"No domain's id starts with {domain!r}; known: {', '.join(known)}")
         return
-    shown, left_out = table(page.checkpoints, console.width if console.is_terminal else None)
+    shown, left_out = table(
+        page.checkpoints,
+        console.width if console.is_terminal else None,
+        [tags.shown for tags in page.tags],
+    )
     console.print(shown)
     if left_out:
         console.print(f"Not shown for lack of width: {', '.join(left_out)}. --json has all.")
@@ -187,9 +317,12 @@ def _print(page: ListPage, domain: str, known: list[Any]) -> None:
         )
 
 
-def table(infos: tuple[CheckpointInfo, ...], width: int | None) -> tuple[Table, list[str]]:
+def table(
+    infos: tuple[CheckpointInfo, ...], width: int | None, tags: Sequence[str] = ()
+) -> tuple[Table, list[str]]:
     """The rows that people see, and the columns that ``width`` characters (None: any number) had
-    no place for. Columns that say the same usual thing of every row are left out too."""
+    no place for. Columns that say the same usual thing of every row are left out too; ``tags``: a
+    word per row, none where no request is meant."""
     from rich.table import Table
 
     digits = _unambiguous([info.domain for info in infos])
@@ -198,6 +331,7 @@ def table(infos: tuple[CheckpointInfo, ...], width: int | None) -> tuple[Table, 
         "tokens": [str(info.boundary) for info in infos],
         "ends": [",".join(kind.value for kind in info.kinds) for info in infos],
         "is": [info.visibility.value for info in infos],
+        "tag": list(tags) or ["-"] * len(infos),
         "age": [format_age(info.age_s) for info in infos],
         "unused for": [format_age(info.idle_s) for info in infos],
         "hits": [str(info.hits) for info in infos],
@@ -207,7 +341,7 @@ def table(infos: tuple[CheckpointInfo, ...], width: int | None) -> tuple[Table, 
         "hash": [info.block_hash.hex()[:_HASH_DIGITS] for info in infos],
         "producer": [info.producer or "-" for info in infos],
     }
-    for name, usual in (("is", "visible"), ("leases", "0"), ("producer", "-")):
+    for name, usual in (("is", "visible"), ("tag", "-"), ("leases", "0"), ("producer", "-")):
         if set(columns[name]) == {usual}:
             del columns[name]
     left_out: list[str] = []

@@ -32,7 +32,12 @@ def demo(
     ] = None,
     keep_logs: Annotated[bool, typer.Option(help="Keep the engines' logs.")] = False,
 ) -> None:
-    """Run a conversation with and without Backhaul and compare what each turn recomputed."""
+    """Run a conversation with and without Backhaul and compare what each turn recomputed.
+
+    Example: backhaul demo --output demo.json --keep-logs
+
+    Exit code 0: both ran; 1: a service failed; 2: wrong usage; 130: interrupted.
+    """
     from rich.console import Console
 
     from backhaul.deploy.demo import run_demo

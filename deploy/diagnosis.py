@@ -5,12 +5,12 @@ Each check says ``ok``, ``warning`` or ``problem``, and for the latter two the o
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from backhaul.deploy.domain_rows import differences
+from backhaul.deploy.findings import Finding, Level
+from backhaul.deploy.retention import THINNED, check_published, check_retention
 from backhaul.deploy.terminal import format_age
 from backhaul.protocols.comparison import Verdict, compare
 from backhaul.protocols.domain import DomainRecord
@@ -26,23 +26,6 @@ anything."""
 _SLOW = ("tcp",)
 
 
-class Level(enum.StrEnum):
-    """How bad."""
-
-    OK = "ok"
-    WARNING = "warning"
-    PROBLEM = "problem"
-
-
-class Finding(NamedTuple):
-    """One check's answer. ``todo``: the one thing to do, "" where nothing is."""
-
-    check: str
-    level: Level
-    says: str
-    todo: str = ""
-
-
 @dataclass(frozen=True, kw_only=True)
 class EngineView:
     """What an engine says of itself over HTTP.
@@ -51,6 +34,7 @@ class EngineView:
         cache: labels of ``vllm:cache_config_info``; empty where /metrics has none.
         prompts: upper bound in tokens -> prompts at most so long, cumulated; with ``inf``.
         domain: id of its cache domain, where its metrics name it.
+        policy: what Backhaul publishes there, where its metrics say it.
         has_connector: ``backhaul:`` metrics are there.
         failure_policy: ``kv_load_failure_policy``; "" where it cannot be seen.
         error: why it could not be read; the rest is empty then.
@@ -62,6 +46,7 @@ class EngineView:
     cache: Mapping[str, str] = field(default_factory=dict)
     prompts: Mapping[float, float] = field(default_factory=dict)
     domain: str = ""
+    policy: str = ""
     has_connector: bool = False
     failure_policy: str = ""
     error: str = ""
@@ -198,8 +183,11 @@ def _check_hashes(family: Sequence[DomainInfo]) -> Finding:
     return Finding("prefix hash", Level.OK, f"{function}, the same on every engine")
 
 
-def check_engine(engine: EngineView, record: DomainRecord | None) -> list[Finding]:
-    """One engine; ``record``: its cache domain, where the store knows it."""
+def check_engine(
+    engine: EngineView, record: DomainRecord | None, elsewhere: str = ""
+) -> list[Finding]:
+    """One engine; ``record``: its cache domain, where a store knows it; ``elsewhere``: that
+    store's address, where it is not the one examined."""
     name = f"engine {engine.url}"
     if engine.error:
         return [
@@ -216,21 +204,75 @@ def check_engine(engine: EngineView, record: DomainRecord | None) -> list[Findin
                 "start it with BackhaulConnector in --kv-transfer-config",
             )
         )
+    elif elsewhere:
+        findings.append(
+            Finding(
+                f"{name}: connector",
+                Level.PROBLEM,
+                f"its cache domain {engine.domain} is in {elsewhere}, not in the store examined: "
+                "what it publishes is not found there",
+                'give every engine one "store" in kv_connector_extra_config',
+            )
+        )
     elif engine.domain and record is None:
         findings.append(
             Finding(
                 f"{name}: connector",
                 Level.PROBLEM,
                 f"this store does not know its cache domain {engine.domain}",
-                "give the engine this store, or doctor the engine's store",
+                "give the engine this store, or name the engine's with --other-store",
             )
         )
     findings += _check_cache(name, engine, record)
     boundary = record.layout.boundary_tokens if record else _boundary(engine.cache)
     if boundary:
         findings.append(check_prompts(f"{name}: prompt lengths", engine.prompts, boundary))
+    kept = check_retention(
+        name,
+        engine.cache,
+        record,
+        hybrid=_is_hybrid(engine.cache, record),
+        boundary=boundary,
+        has_connector=engine.has_connector,
+    )
+    findings += [one for one in (kept, check_published(name, engine.policy)) if one is not None]
     findings.append(_check_policy(name, engine.failure_policy))
     return findings
+
+
+def check_side_by_side(engines: Sequence[tuple[EngineView, DomainInfo]]) -> list[Finding]:
+    """Whether engines that run now can use each other's bytes: every two of them."""
+    findings = []
+    for index, (one, mine) in enumerate(engines):
+        for other, theirs in engines[index + 1 :]:
+            found = compare(mine.record, theirs.record)
+            pair = f"{one.url} and {other.url}"
+            if found.verdict is Verdict.EQUAL:
+                says = f"{pair} are in one cache domain, {mine.id}"
+                findings.append(Finding("engines side by side", Level.OK, says))
+                continue
+            if found.verdict is Verdict.CONVERTIBLE:
+                says = f"{pair}: {found.line()}"
+                findings.append(Finding("engines side by side", Level.OK, says))
+                continue
+            fields = ", ".join(cause.path for cause in found.causes)
+            findings.append(
+                Finding(
+                    "engines side by side",
+                    Level.PROBLEM,
+                    f"{pair} are in {mine.id} and {theirs.id} and differ in {fields}: nothing is "
+                    "shared between them",
+                    f"make {fields} equal on both engines",
+                )
+            )
+    return findings
+
+
+def _is_hybrid(cache: Mapping[str, str], record: DomainRecord | None) -> bool:
+    """Whether the model has states that vLLM thins out; its labels say it less exactly."""
+    if record is not None:
+        return any(group.kind in THINNED for group in record.layout.groups)
+    return cache.get("mamba_block_size", "None") != "None"
 
 
 def _check_cache(name: str, engine: EngineView, record: DomainRecord | None) -> list[Finding]:
@@ -247,8 +289,7 @@ def _check_cache(name: str, engine: EngineView, record: DomainRecord | None) -> 
     caching, mode = f"{name}: prefix caching", f"{name}: mamba-cache-mode"
     findings = []
     if cache.get("enable_prefix_caching") == "True":
-        kept = cache.get("prefix_cache_retention_interval", "None")
-        findings.append(Finding(caching, Level.OK, f"on; retention interval {kept}"))
+        findings.append(Finding(caching, Level.OK, "on"))
     else:
         findings.append(
             Finding(caching, Level.PROBLEM, "off: no block has a hash", "--enable-prefix-caching")
@@ -316,9 +357,3 @@ def engine_of(client: str) -> str:
     """The engine's name in a client's, which is `engine:half`."""
     engine, colon, half = client.rpartition(":")
     return engine if colon and half else client
-
-
-def worst(findings: Sequence[Finding]) -> Level:
-    """The worst level of all."""
-    order = list(Level)
-    return max((one.level for one in findings), key=order.index, default=Level.OK)

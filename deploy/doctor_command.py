@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -14,8 +16,9 @@ from backhaul.protocols.errors import ConfigError, StoreError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from backhaul.deploy.diagnosis import Finding
+    from backhaul.deploy.diagnosis import EngineView
     from backhaul.deploy.domain_rows import Row
+    from backhaul.deploy.findings import Finding
     from backhaul.transfer.base import DomainInfo
 
 _STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
@@ -46,12 +49,21 @@ def doctor(
             callback=each(http_url),
         ),
     ] = None,
+    other_store: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="URI",
+            help="Look for engines' cache domains there too; may be repeated.",
+            callback=each(store_uri),
+        ),
+    ] = None,
     compare: Annotated[
         tuple[str, str] | None,
         typer.Option(
             metavar="A B",
-            help="Show these two side by side: starts of domain ids or of engines' names. "
-            "Default: the two of one model that were used last.",
+            help="Show these two side by side: starts of domain ids or of engines' names, or the "
+            "--engine URLs. Default: two engines given, or one and another domain of its model, "
+            "or the two domains of one model that were used last.",
         ),
     ] = None,
     probe: Annotated[
@@ -65,18 +77,22 @@ def doctor(
         ),
     ] = 5.0,
 ) -> None:
-    """Examine a store and engines; exit code 1 where a problem was found."""
+    """Examine a store and engines, and show two cache domains side by side.
+
+    Example: backhaul doctor --engine http://prefill:8000 --engine http://decode:8000
+
+    Exit code 0: no problem; 1: at least one; 2: wrong usage.
+    """
     from backhaul.deploy.diagnosis import (
-        Finding,
-        Level,
         check_domains,
         check_engine,
+        check_side_by_side,
         check_store,
         check_transports,
-        worst,
     )
     from backhaul.deploy.domain_rows import differences
     from backhaul.deploy.engine_view import read_engine
+    from backhaul.deploy.findings import Finding, Level, worst
     from backhaul.transfer.backends.inspector import StoreInspector, catalog_target
     from backhaul.transfer.transport_probe import probe_transports
 
@@ -99,34 +115,86 @@ def doctor(
         if probe:
             findings.append(check_transports(probe_transports(target, timeout)))
         findings += check_domains(domains)
+    others, unreached = _domains_elsewhere(other_store or [], timeout)
+    findings += unreached
+    seen: list[Seen] = []
     for url in engine or []:
         view = read_engine(url, timeout)
-        record = next((one.record for one in domains if one.id == view.domain), None)
-        findings += check_engine(view, record)
-    pair = choose_pair(domains, compare) if reached else None
+        info = next((one for one in domains if one.id == view.domain), None)
+        uri = ""
+        if info is None and view.domain:
+            uri, info = others.get(view.domain, ("", None))
+        seen.append(Seen(view, info, uri))
+        findings += check_engine(view, info.record if info else None, uri)
+    findings += check_side_by_side([(one.view, one.info) for one in seen if one.info])
+    everything = [*domains, *(info for _, info in others.values() if info not in domains)]
+    pair = choose_pair(everything, compare, seen) if reached or others else None
     rows = differences(pair[0].record, pair[1].record) if pair else []
     if as_json:
-        print_json(as_document(findings, domains, pair, rows))
+        print_json(as_document(findings, domains, pair, rows, seen))
     else:
-        _print(findings, pair, rows)
+        _print(findings, pair, rows, seen)
     if worst(findings) is Level.PROBLEM:
         raise typer.Exit(1)
 
 
+class Seen(NamedTuple):
+    """An engine that was examined, its cache domain where a store knows it, and that store's
+    address where it is not the one examined."""
+
+    view: EngineView
+    info: DomainInfo | None
+    store: str = ""
+
+
+def _domains_elsewhere(
+    uris: list[str], timeout_s: float
+) -> tuple[dict[str, tuple[str, DomainInfo]], list[Finding]]:
+    """Domain id -> a store that knows it, and the domain; stores that do not answer."""
+    from backhaul.deploy.findings import Finding, Level
+    from backhaul.transfer.backends.inspector import StoreInspector
+
+    found: dict[str, tuple[str, DomainInfo]] = {}
+    unreached = []
+    for uri in uris:
+        try:
+            with StoreInspector(uri, timeout_s=timeout_s) as inspector:
+                for info in inspector.domains():
+                    found.setdefault(info.id, (uri, info))
+        except StoreError as error:
+            todo = "start it, or correct --other-store"
+            unreached.append(Finding(f"store {uri}", Level.PROBLEM, str(error), todo))
+    return found, unreached
+
+
 def choose_pair(
-    domains: list[DomainInfo], wanted: tuple[str, str] | None
+    domains: list[DomainInfo], wanted: tuple[str, str] | None, seen: Sequence[Seen] = ()
 ) -> tuple[DomainInfo, DomainInfo] | None:
-    """The two domains to show. Raises ``ConfigError`` where a name fits none or several."""
+    """The two domains to show: those asked for; else of the engines given, the first two that
+    differ, or the first two; else the only engine's and another one of its model; else the first
+    two of one model. Raises ``ConfigError`` where a name fits none or several."""
     if wanted:
-        return _named(domains, wanted[0]), _named(domains, wanted[1])
-    for index, first in enumerate(domains):
-        for second in domains[index + 1 :]:
-            if first.record.model == second.record.model:
+        return _named(domains, wanted[0], seen), _named(domains, wanted[1], seen)
+    mine = [one.info for one in seen if one.info is not None]
+    if len(mine) > 1:
+        pairs = list(itertools.combinations(mine, 2))
+        return next((pair for pair in pairs if pair[0].id != pair[1].id), pairs[0])
+    for first in [*mine, *domains]:
+        for second in domains:
+            if first.id != second.id and first.record.model == second.record.model:
                 return first, second
     return None
 
 
-def _named(domains: list[DomainInfo], name: str) -> DomainInfo:
+def _named(domains: list[DomainInfo], name: str, seen: Sequence[Seen]) -> DomainInfo:
+    for one in seen:
+        if one.view.url == name.rstrip("/"):
+            if one.info is None:
+                raise ConfigError(
+                    f"--compare {name!r}: no store asked knows this engine's cache domain; name "
+                    "its store with --store or --other-store"
+                )
+            return one.info
     fitting = [
         one
         for one in domains
@@ -145,7 +213,7 @@ def _named(domains: list[DomainInfo], name: str) -> DomainInfo:
 def _check_http(url: str, target: str, timeout_s: float) -> Finding:
     import httpx
 
-    from backhaul.deploy.diagnosis import Finding, Level
+    from backhaul.deploy.findings import Finding, Level
     from backhaul.transfer.daemon.settings import PORT_MAX
 
     guessed = not url
@@ -176,6 +244,7 @@ def as_document(
     domains: list[DomainInfo],
     pair: tuple[DomainInfo, DomainInfo] | None,
     rows: list[Row],
+    seen: Sequence[Seen] = (),
 ) -> dict[str, Any]:
     """What ``--json`` prints."""
     return {
@@ -190,13 +259,25 @@ def as_document(
             }
             for one in domains
         ],
+        "engines": [
+            {
+                "url": one.view.url,
+                "domain": one.view.domain,
+                "policy": one.view.policy,
+                "known_here": one.info is not None and not one.store,
+            }
+            for one in seen
+        ],
         "compared": [one.id for one in pair] if pair else [],
         "differences": [row._asdict() for row in rows if row.differs],
     }
 
 
 def _print(
-    findings: list[Finding], pair: tuple[DomainInfo, DomainInfo] | None, rows: list[Row]
+    findings: list[Finding],
+    pair: tuple[DomainInfo, DomainInfo] | None,
+    rows: list[Row],
+    seen: Sequence[Seen],
 ) -> None:
     from rich.console import Console
     from rich.text import Text
@@ -214,13 +295,16 @@ def _print(
         return
     console.print()
     if not any(row.differs for row in rows):
-        console.print(f"{pair[0].id} and {pair[1].id} are one domain.")
+        names = " and ".join(dict.fromkeys(_title(one, seen).replace("\n", " ") for one in pair))
+        console.print(f"{names}: one domain.", soft_wrap=True)
         return
-    console.print(domain_table((_title(pair[0]), _title(pair[1])), rows))
+    console.print(domain_table((_title(pair[0], seen), _title(pair[1], seen)), rows))
 
 
-def _title(info: DomainInfo) -> str:
+def _title(info: DomainInfo, seen: Sequence[Seen]) -> str:
+    """A domain's id, the engines given that are in it, and the names of who opened it."""
     from backhaul.deploy.diagnosis import engine_of
 
+    urls = [one.view.url for one in seen if one.info is not None and one.info.id == info.id]
     names = sorted({engine_of(client.name) for client in info.clients})
-    return f"{info.id}\n{', '.join(names[:3]) or 'no client'}"
+    return "\n".join([info.id, *urls, ", ".join(names[:3]) or "no client"])

@@ -40,7 +40,7 @@ def parse_metrics(text: str) -> dict[str, Any]:
     """The fields of ``EngineView`` that /metrics tells; sums over data-parallel engines."""
     cache: dict[str, str] = {}
     prompts: dict[float, float] = {}
-    domain, has_connector = "", False
+    domain, policy, has_connector = "", "", False
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             has_connector |= sample.name.startswith("backhaul:")
@@ -51,10 +51,12 @@ def parse_metrics(text: str) -> dict[str, Any]:
                 prompts[bound] = prompts.get(bound, 0.0) + sample.value
             elif sample.name == "backhaul:info":
                 domain = sample.labels.get("domain", "")
+                policy = sample.labels.get("policy", "")
     return {
         "cache": cache,
         "prompts": prompts,
         "domain": domain,
+        "policy": policy,
         "has_connector": has_connector,
     }
 

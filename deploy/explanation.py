@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 from backhaul.protocols.checkpoint import DomainId, PassedOver, Reason
@@ -36,7 +37,12 @@ class Explanation:
     strangers: int
 
 
-def explain(infos: Sequence[CheckpointInfo], domain: DomainId, prompt_tokens: int) -> Explanation:
+def explain(
+    infos: Sequence[CheckpointInfo],
+    domain: DomainId,
+    prompt_tokens: int,
+    differing: Mapping[DomainId, str] = MappingProxyType({}),
+) -> Explanation:
     """Tags of every checkpoint that has something in common with a prompt. ``infos`` carry
     ``common_tokens``; the engine's own prefix cache is not known here, so it counts as empty."""
     matching = [info for info in infos if _matches(info)]
@@ -44,25 +50,41 @@ def explain(infos: Sequence[CheckpointInfo], domain: DomainId, prompt_tokens: in
     matching.sort(key=lambda one: one.boundary, reverse=True)
     partly.sort(key=lambda one: one.common_tokens, reverse=True)
     mine = matching + partly[:PARTLY_MAX]
-    usable = [
-        info.boundary
-        for info in mine
-        if _matches(info)
-        and info.domain == domain
-        and info.visibility is Visibility.VISIBLE
-        and info.boundary < prompt_tokens
-    ]
-    selected = max(usable, default=None)
     diverged = [
         info
         for info in infos
         if not _matches(info) and info.visibility is Visibility.VISIBLE and info.domain == domain
     ]
     return Explanation(
-        candidates=tuple(_candidate(info, domain, selected, prompt_tokens) for info in mine),
+        candidates=tag(mine, domain, prompt_tokens, differing),
         common=tuple(info.common_tokens for info in mine),
         closest=max(diverged, key=lambda one: one.common_tokens, default=None),
         strangers=sum(not info.common_tokens for info in infos),
+    )
+
+
+def tag(
+    infos: Sequence[CheckpointInfo],
+    domain: DomainId,
+    prompt_tokens: int,
+    differing: Mapping[DomainId, str] = MappingProxyType({}),
+) -> tuple[Candidate, ...]:
+    """Each checkpoint's tags for a prompt and a worker of ``domain``. ``infos`` carry
+    ``common_tokens`` and hold whatever matches: selected is the deepest consumable one.
+    ``differing``: of other domains the first field that keeps their bytes from this worker; ""
+    where they can be converted."""
+    usable = [
+        info.boundary
+        for info in infos
+        if _matches(info)
+        and (info.domain == domain or differing.get(info.domain) == "")
+        and info.visibility is Visibility.VISIBLE
+        and info.boundary < prompt_tokens
+    ]
+    selected = max(usable, default=None)
+    return tuple(
+        _candidate(info, domain, selected, prompt_tokens, differing.get(info.domain))
+        for info in infos
     )
 
 
@@ -71,9 +93,13 @@ def _matches(info: CheckpointInfo) -> bool:
 
 
 def _candidate(
-    info: CheckpointInfo, domain: DomainId, selected: int | None, prompt_tokens: int
+    info: CheckpointInfo,
+    domain: DomainId,
+    selected: int | None,
+    prompt_tokens: int,
+    field: str | None,
 ) -> Candidate:
-    reason, passed_over = _reason(info, domain), None
+    reason, passed_over = _reason(info, domain, convertible=field == ""), None
     chosen = reason is None and info.boundary == selected
     if reason is None and not chosen:
         deep = info.boundary >= prompt_tokens
@@ -89,17 +115,19 @@ def _candidate(
         reason=reason,
         passed_over=passed_over,
         age_s=info.age_s,
+        field=field or "" if reason is Reason.DOMAIN_MISMATCH else "",
+        domain=info.domain if reason is Reason.DOMAIN_MISMATCH else "",
     )
 
 
-def _reason(info: CheckpointInfo, domain: DomainId) -> Reason | None:
+def _reason(info: CheckpointInfo, domain: DomainId, *, convertible: bool) -> Reason | None:
     if info.visibility is Visibility.EVICTED:
         return Reason.EVICTED
     if info.visibility is Visibility.PENDING:
         return Reason.UNCOMMITTED
     if not _matches(info):
         return Reason.HASH_MISMATCH
-    return None if info.domain == domain else Reason.DOMAIN_MISMATCH
+    return None if info.domain == domain or convertible else Reason.DOMAIN_MISMATCH
 
 
 class Divergence(NamedTuple):

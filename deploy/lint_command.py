@@ -42,6 +42,8 @@ def lint_template(
 ) -> None:
     """Say where a chat template's input ends, and what of it cannot be known.
 
+    Example: backhaul lint-template /models/Qwen3-Next
+
     Exit code 0: U_end will be found; 1: for some template it will not; 2: nothing to examine.
     """
     reports = [

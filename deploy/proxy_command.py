@@ -102,7 +102,12 @@ def proxy(
         ),
     ] = _DEFAULTS.grace_s,
 ) -> None:
-    """Run the P/D proxy until SIGTERM or SIGINT."""
+    """Run the P/D proxy until SIGTERM or SIGINT.
+
+    Example: backhaul proxy --prefill http://10.0.0.7:8000 --decode http://10.0.0.8:8000
+
+    Exit code 0: it was told to stop; 2: wrong usage, or the address is taken.
+    """
     from backhaul.transfer.daemon.ports import listen_on
     from backhaul.transfer.daemon.settings import parse_address
 

@@ -7,22 +7,33 @@ from typing import Annotated
 
 import typer
 
-from backhaul.protocols.errors import ConfigError
+from backhaul.deploy.arguments import each, file_to_read, folder_to_write
 
 
 def report(
     results: Annotated[
-        list[Path], typer.Argument(metavar="RESULTS...", help="JSON lines of `backhaul simulate`.")
+        list[Path],
+        typer.Argument(
+            metavar="RESULTS...",
+            help="JSON lines of `backhaul simulate`.",
+            callback=each(file_to_read),
+        ),
     ],
     output: Annotated[
-        Path, typer.Option(metavar="DIR", help="Where report.html and report.md are written.")
+        Path,
+        typer.Option(
+            metavar="DIR",
+            help="Where report.html and report.md are written.",
+            callback=each(folder_to_write),
+        ),
     ] = Path("report"),
 ) -> None:
-    """Write a self-contained HTML report and a Markdown one with plots."""
-    for path in results:
-        if not path.is_file():
-            raise ConfigError(f"no results at {path}")
+    """Write a self-contained HTML report and a Markdown one with plots.
 
+    Example: backhaul report results.jsonl --output report
+
+    Exit code 0: written; 2: wrong usage, or there is nothing to read.
+    """
     from itertools import chain
 
     from backhaul.benchmarks.reuse.record import read_results

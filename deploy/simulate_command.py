@@ -88,7 +88,12 @@ def simulate(
         ),
     ] = None,
 ) -> None:
-    """Simulate a P/D cluster; `backhaul report` reads what --output writes."""
+    """Simulate a P/D cluster; `backhaul report` reads what --output writes.
+
+    Example: backhaul simulate trace.jsonl --policy both --policy none --capacity 64GiB
+
+    Exit code 0: simulated; 2: wrong usage, or the trace cannot be read.
+    """
     if bool(trace) == bool(workload):
         raise ConfigError("give a TRACE, or --workload NAME")
 

@@ -104,7 +104,12 @@ def store(
         LogLevel.INFO
     ),
 ) -> None:
-    """Run the embedded store until SIGTERM or SIGINT."""
+    """Run the embedded store until SIGTERM or SIGINT.
+
+    Example: backhaul store --listen 0.0.0.0:7400 --http 0.0.0.0:7401 --capacity 64GiB
+
+    Exit code 0: it was told to stop; 2: wrong usage, or what it needs is not there.
+    """
     settings = DaemonSettings(
         listen=parse_address(listen),
         http=parse_address(http),

@@ -70,6 +70,8 @@ def trace(
 ) -> None:
     """Summarise a request trace and convert it.
 
+    Example: backhaul trace conversations.jsonl --format mooncake --out trace.jsonl
+
     Exit code 0: read; 2: the trace cannot be read.
     """
     from dataclasses import asdict

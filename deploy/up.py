@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 
 from backhaul.deploy.engines import Engine, EngineSpec, StoreDaemon, pair_config
 from backhaul.deploy.processes import Service, free_port
 from backhaul.protocols.errors import ConfigError
+from backhaul.protocols.options import parse_options
 
 ENGINES_MAX = 64
 """More on one machine is a slip of the keyboard."""
@@ -35,6 +37,7 @@ class UpPlan:
         first_engine_port: engines listen on this and the following ports; None: free ones.
         capacity: size of the store.
         with_backhaul: False: NIXL's hand-over only, no store.
+        connector_options: ``kv_connector_extra_config`` of every engine, without the store.
         engine_args: further arguments of every engine.
         proxy_args: further arguments of the proxy.
     """
@@ -50,6 +53,7 @@ class UpPlan:
     first_engine_port: int | None = None
     capacity: str = "512MiB"
     with_backhaul: bool = True
+    connector_options: Mapping[str, Any] = field(default_factory=dict)
     engine_args: Sequence[str] = ()
     proxy_args: Sequence[str] = field(default=())
 
@@ -65,6 +69,12 @@ class UpPlan:
                 )
         if self.cores and self.gpus:
             raise ConfigError("--cores and --gpus exclude each other: engines run on one of them")
+        if self.connector_options and not self.with_backhaul:
+            raise ConfigError("--connector-option needs the connector: leave --no-backhaul out")
+        if "store" in self.connector_options:
+            raise ConfigError("--connector-option store=... : the store is the one started here")
+        # Its address is not known before it runs.
+        parse_options({**self.connector_options, "store": "backhaul://127.0.0.1:1"})
         first = self.first_engine_port
         if first is not None and not 1 <= first <= 65_536 - self.engines:
             raise ConfigError(
@@ -164,7 +174,9 @@ class Services:
 def make_services(plan: UpPlan) -> Services:
     """Services of a plan, not started."""
     store = StoreDaemon(plan.log_dir, capacity=plan.capacity) if plan.with_backhaul else None
-    config = pair_config(store.uri if store else None, buffer_device="cuda" if plan.gpus else "cpu")
+    device = "cuda" if plan.gpus else "cpu"
+    uri = store.uri if store else None
+    config = pair_config(uri, buffer_device=device, **plan.connector_options)
     cores = list(plan.cores) or _one_core_each(plan.engines)
     engines = [
         Engine(

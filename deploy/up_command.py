@@ -22,6 +22,7 @@ from backhaul.deploy.arguments import (
     model_or_hub_name,
     not_ours,
     one_line,
+    option_pair,
     pool_size,
     seconds,
 )
@@ -84,6 +85,15 @@ def up(
     backhaul: Annotated[
         bool, typer.Option(help="Run the store and the connector; without, NIXL's hand-over only.")
     ] = True,
+    connector_option: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE",
+            help="An option of the connector in every engine, e.g. policy=auto (docs/"
+            "configuration.md); values as in JSON or plain text. Repeat.",
+            callback=each(one_line, option_pair),
+        ),
+    ] = None,
     engine_arg: Annotated[
         list[str] | None,
         typer.Option(
@@ -114,7 +124,12 @@ def up(
     ] = 600.0,
 ) -> None:
     """Start store, engines and proxy on this machine; stop all of them on Ctrl-C or SIGTERM, or
-    when one of them ends."""
+    when one of them ends.
+
+    Example: backhaul up --decode 2 --listen 127.0.0.1:8000
+
+    Exit code 1: a service failed; 2: wrong usage; 130: Ctrl-C; 143: SIGTERM.
+    """
     from rich.console import Console
 
     from backhaul.deploy.processes import ServiceError, free_port
@@ -140,6 +155,9 @@ def up(
         first_engine_port=first_engine_port,
         capacity=capacity,
         with_backhaul=backhaul,
+        connector_options=dict(
+            option_pair("--connector-option", one) for one in connector_option or ()
+        ),
         engine_args=engine_arg or (),
         proxy_args=proxy_arg or (),
     )

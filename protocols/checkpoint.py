@@ -72,8 +72,26 @@ class PassedOver(enum.StrEnum):
     """It was offered and vLLM did not take it, e.g. another connector's offer came first."""
 
 
-NOT_RETAINED = frozenset({Reason.EVICTED, Reason.UNCOMMITTED})
-"""Reasons of a candidate that is known and that no store holds (any more, or yet)."""
+class ProducerAge(enum.StrEnum):
+    """How many requests of the same history ago a checkpoint was produced, as far as a store can
+    know: by the order of the ends of its kind along the prefix."""
+
+    PREVIOUS = "previous"
+    TWO_EARLIER = "two_earlier"
+    OLDER = "older"
+
+
+class Reuse(enum.StrEnum):
+    """Whether anybody had looked up the deepest known checkpoint of a request's prefix before."""
+
+    FIRST = "first"
+    STEADY = "steady"
+
+
+NOT_RETAINED = frozenset(
+    {Reason.EVICTED, Reason.UNCOMMITTED, Reason.STATE_MISSING, Reason.ATTENTION_MISSING}
+)
+"""Reasons of a candidate that no store holds (any more, or yet), or only a part of it."""
 
 
 class ObjectKey(NamedTuple):
@@ -140,6 +158,7 @@ class CheckpointMatch(msgspec.Struct, frozen=True, kw_only=True):
             what is not retained, since each tag implies the one before.
         consumable: the asking worker can load it now. False with exactly one ``reason``.
         age_s: seconds since it was committed; since it was evicted where it is not retained.
+        hits: earlier lookups whose deepest consumable candidate it was.
         domain: where it lies, if that is another domain than the asking worker's.
         field: with ``DOMAIN_MISMATCH``, path of the first field in which that domain differs (see
             ``comparison``). A store answers "" where its bytes can be converted: whether the
@@ -158,6 +177,7 @@ class CheckpointMatch(msgspec.Struct, frozen=True, kw_only=True):
     producer: str = ""
     field: str = ""
     domain: DomainId = DomainId("")
+    hits: int = 0
 
     def __post_init__(self) -> None:
         check_tags(self.retained, self.hash_matched, self.consumable, False, self.reason)

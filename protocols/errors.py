@@ -6,6 +6,7 @@ BackhaulError
 └── StoreError             operational: costs a cache miss, never a request
     ├── StoreUnavailable   not reachable, restarted, or too slow for the caller's deadline
     ├── StoreRejected      the store understood and refused (bad argument, unknown lease)
+    │   └── StoreDenied    this client may not: refused by what guards the store
     └── StoreFull          no space could be freed for a reservation
 """
 
@@ -35,6 +36,10 @@ class StoreUnavailable(StoreError):
 
 class StoreRejected(StoreError):
     """The store refused: unknown domain, expired lease or publication, malformed argument."""
+
+
+class StoreDenied(StoreRejected):
+    """This client has no permission, or did not prove who it is."""
 
 
 class StoreFull(StoreError):

@@ -15,7 +15,15 @@ import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from backhaul.protocols.checkpoint import UNKNOWN_KIND, CheckpointKind, PassedOver, Reason, Tag
+from backhaul.protocols.checkpoint import (
+    UNKNOWN_KIND,
+    CheckpointKind,
+    PassedOver,
+    ProducerAge,
+    Reason,
+    Reuse,
+    Tag,
+)
 from backhaul.protocols.policy import HINT_FIELDS, Policy, Why
 
 ENGINE_PREFIX = "backhaul:"
@@ -70,7 +78,6 @@ PRIMARY_KIND = Label("kind", (*KINDS, UNKNOWN_KIND))
 SELECTED_KIND = Label("selected", (*KINDS, NONE))
 CHOSEN_KIND = Label("kind", (*KINDS, NONE))
 WHY = Label("why", _values(*Why))
-REASON = Label("reason", _values(*Reason))
 CANDIDATE_REASON = Label(
     "reason",
     _values(
@@ -81,8 +88,39 @@ CANDIDATE_REASON = Label(
         Reason.EVICTED,
         Reason.UNCOMMITTED,
         Reason.UNREACHABLE,
-        Reason.NO_PUBLICATION_PATH,
         Reason.LOAD_FAILED,
+        Reason.INTERNAL,
+    ),
+)
+LOAD_REASON = Label(
+    "reason",
+    _values(
+        Reason.UNREACHABLE,
+        Reason.LOAD_FAILED,
+        Reason.LEASE_EXPIRED,
+        Reason.CORRUPT,
+        Reason.TIMEOUT,
+        Reason.STORE_FULL,
+        Reason.DENIED,
+        Reason.INTERNAL,
+    ),
+)
+PUBLICATION_REASON = Label(
+    "reason",
+    _values(
+        Reason.STATE_MISSING,
+        Reason.ATTENTION_MISSING,
+        Reason.EVICTED,
+        Reason.UNCOMMITTED,
+        Reason.UNREACHABLE,
+        Reason.NO_PUBLICATION_PATH,
+        Reason.LEASE_EXPIRED,
+        Reason.TIMEOUT,
+        Reason.STORE_FULL,
+        Reason.OVER_BUDGET,
+        Reason.DENIED,
+        Reason.PIN_LIMIT,
+        Reason.ABORTED,
         Reason.INTERNAL,
     ),
 )
@@ -91,9 +129,17 @@ TAG = Label("tag", ("known", *_values(*Tag)))
 """The funnel: ``known`` counts every candidate, each tag those that carry it."""
 LOOKUP_RESULT = Label(
     "result",
-    ("hit", "not_taken", "miss", *_values(Reason.TIMEOUT, Reason.UNREACHABLE, Reason.INTERNAL)),
+    (
+        "hit",
+        "not_taken",
+        "miss",
+        *_values(Reason.TIMEOUT, Reason.UNREACHABLE, Reason.DENIED, Reason.INTERNAL),
+    ),
 )
 SOURCE = Label("source", ("local", "loaded", "other", "recomputed"))
+PRODUCER_AGE = Label("producer_age", _values(*ProducerAge))
+REUSE = Label("reuse", _values(*Reuse))
+PART = Label("part", ("reused", "recomputed"))
 EXTENT = Label("extent", ("attention", "recurrent", "joint", "exact_hash"))
 FIELD = Label("field", ("backhaul", *HINT_FIELDS))
 DOMAIN = Label("domain", ())
@@ -143,6 +189,11 @@ ENGINE: dict[str, Metric] = {
     "selected_age_seconds": _histogram(
         "Age of the selected checkpoint when it was looked up.", _AGE_BUCKETS_S, KIND
     ),
+    "selections": _counter(
+        "Selected checkpoints, by how many requests of the same history ago they were produced.",
+        KIND,
+        PRODUCER_AGE,
+    ),
     "incremental_hits": _counter(
         "Selections where no checkpoint of another kind was consumable above the local hit.", KIND
     ),
@@ -150,7 +201,25 @@ ENGINE: dict[str, Metric] = {
         "Tokens spared beyond the local hit and the deepest consumable checkpoint of another kind.",
         KIND,
     ),
+    "incremental_prefill_flops": _counter("Estimated prefill work of those tokens.", KIND),
     # -- reuse --
+    "avoided_prefill_flops": _counter(
+        "Estimated prefill work that loads spared, from the model's shape, all ranks.", KIND
+    ),
+    "continuations": _counter(
+        "Requests that continue a prefix known to the store, by whether its deepest checkpoint had "
+        "been looked up before.",
+        REUSE,
+    ),
+    "continuation_tokens": _counter(
+        "Prompt tokens of those, reused (loaded or found locally) or computed.", REUSE, PART
+    ),
+    "branch_learning_misses": _counter(
+        "Requests that share a prefix with an earlier one that no recurrent group had cached."
+    ),
+    "branch_learning_tokens": _counter(
+        "Tokens of those shared prefixes that were computed for want of a state."
+    ),
     "prompt_tokens": _counter(
         "Prompt tokens of requests whose prefill began, by where they came from: the engine's own "
         "prefix cache, the store, another connector, or computed.",
@@ -175,7 +244,7 @@ ENGINE: dict[str, Metric] = {
     "loaded_tokens": _counter(
         "Prompt tokens that loads spared, by the end selected.", PRIMARY_KIND
     ),
-    "load_failures": _counter("Loads that failed and were recomputed.", REASON),
+    "load_failures": _counter("Loads that failed and were recomputed.", LOAD_REASON),
     "load_bytes": _counter("Bytes loaded from the store, all ranks."),
     "load_seconds": _histogram("Time of one load, dispatch to the last rank.", _LOAD_BUCKETS_S),
     # -- publications --
@@ -185,7 +254,7 @@ ENGINE: dict[str, Metric] = {
     "duplicate_ends": _counter(
         "Logical ends that share a published checkpoint with the end it is named by.", KIND
     ),
-    "publication_failures": _counter("Checkpoints that were not published.", REASON),
+    "publication_failures": _counter("Checkpoints that were not published.", PUBLICATION_REASON),
     "publish_bytes": _counter("Bytes sent to the store, all ranks."),
     "published_state_bytes": _counter(
         "Recurrent state bytes of published checkpoints, all ranks.", KIND
@@ -259,7 +328,12 @@ STORE: dict[str, Metric] = {
         Label(
             "reason",
             _values(
-                Reason.UNCOMMITTED, Reason.EVICTED, Reason.DOMAIN_MISMATCH, Reason.HASH_MISMATCH
+                Reason.UNCOMMITTED,
+                Reason.EVICTED,
+                Reason.DOMAIN_MISMATCH,
+                Reason.HASH_MISMATCH,
+                Reason.STATE_MISSING,
+                Reason.ATTENTION_MISSING,
             ),
         ),
     ),

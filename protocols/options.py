@@ -58,6 +58,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         convert_buffer_bytes: host memory per worker through which checkpoints of engines with
             another tensor-parallel size are converted; 0: they are not used.
         request_log: file to which every request's record is appended as a JSON line; "" for none.
+        request_log_tokens: also the token ids of prompt and output, which are what users wrote;
+            ``backhaul explain`` then names the token at which two histories part.
     """
 
     store: str
@@ -78,6 +80,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     transfer_threads: Annotated[int, msgspec.Meta(ge=1, le=64)] = 2
     convert_buffer_bytes: Annotated[int, msgspec.Meta(ge=0)] = 64 << 20
     request_log: str = ""
+    request_log_tokens: bool = False
 
 
 def parse_options(raw: Mapping[str, Any]) -> Options:

@@ -7,7 +7,14 @@ from typing import Any
 
 import msgspec
 
-from backhaul.protocols.checkpoint import CheckpointKind, PassedOver, Reason, check_tags
+from backhaul.protocols.checkpoint import (
+    CheckpointKind,
+    PassedOver,
+    ProducerAge,
+    Reason,
+    Reuse,
+    check_tags,
+)
 from backhaul.protocols.policy import Why
 
 RECORD_VERSION = 1
@@ -45,13 +52,17 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 
 class Selected(msgspec.Struct, frozen=True, kw_only=True):
     """The checkpoint that the request resumed from. ``kind`` is the end it is named by, ``kinds``
-    all that share it; ``age_s`` seconds from its commit to the lookup."""
+    all that share it; ``age_s`` seconds from its commit to the lookup; ``producer_age`` the same in
+    requests; ``avoided_flops`` the estimated work of the loaded tokens, None where the model's
+    shape is not understood."""
 
     boundary: int
     kind: str
     kinds: tuple[CheckpointKind, ...]
     age_s: float
     producer: str = ""
+    producer_age: ProducerAge = ProducerAge.PREVIOUS
+    avoided_flops: int | None = None
 
 
 class MatchedTokens(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,6 +126,10 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
         recomputed_tokens: computed.
         selected: the checkpoint used; None where nothing was loaded.
         reason: why nothing was loaded, where there is one.
+        reuse: whether the deepest checkpoint known of this prefix had been looked up before; None
+            where the store knew none.
+        junction: end of a prefix shared with an earlier request at which no recurrent group had a
+            state; 0: none, or one was loaded.
         candidates: deepest first.
         forced_chunk_ends: positions at which a prefill chunk was ended for a checkpoint.
         chosen: what its policy chose.
@@ -130,6 +145,8 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     selected: Selected | None = None
     reason: Reason | None = None
     matched: MatchedTokens = MatchedTokens()
+    reuse: Reuse | None = None
+    junction: int = 0
     candidates: tuple[Candidate, ...] = ()
     forced_chunk_ends: tuple[int, ...] = ()
     input_end: InputEnd = InputEnd(outcome=InputEndOutcome.ABSENT)
@@ -138,15 +155,26 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoggedRequest(RequestRecord, frozen=True, kw_only=True):
-    """One line of the request log: the record, and whose it is.
+    """One line of the request log: the record, whose it is, and what it takes to ask again.
 
-    ``time``: seconds since 1970, when the request ended; ``finish``: vLLM's status.
+    Attributes:
+        time: seconds since 1970, when the request ended.
+        finish: vLLM's status.
+        domain: id of the engine's cache domain.
+        grid_tokens: distance of its boundaries, tokens.
+        boundary_hashes: hex of the chained hash at every boundary of prompt and output, the first
+            at ``grid_tokens``; what a checkpoint there is named by.
+        token_ids: prompt and output; empty unless the engine was told to log them.
     """
 
     time: float
     engine: str
     request_id: str
     finish: str
+    domain: str = ""
+    grid_tokens: int = 0
+    boundary_hashes: tuple[str, ...] = ()
+    token_ids: tuple[int, ...] = ()
 
 
 def to_params(record: RequestRecord) -> dict[str, Any]:

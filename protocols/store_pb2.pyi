@@ -90,7 +90,7 @@ class LookupRequest(_message.Message):
     def __init__(self, domain_id: _Optional[str] = ..., boundary_hashes: _Optional[_Iterable[bytes]] = ..., above_tokens: _Optional[int] = ..., lease_s: _Optional[float] = ..., wait_s: _Optional[float] = ...) -> None: ...
 
 class Match(_message.Message):
-    __slots__ = ("boundary", "kinds", "consumable", "reason", "age_s", "producer", "field", "domain_id", "retained", "hash_matched")
+    __slots__ = ("boundary", "kinds", "consumable", "reason", "age_s", "producer", "field", "domain_id", "retained", "hash_matched", "hits")
     BOUNDARY_FIELD_NUMBER: _ClassVar[int]
     KINDS_FIELD_NUMBER: _ClassVar[int]
     CONSUMABLE_FIELD_NUMBER: _ClassVar[int]
@@ -101,6 +101,7 @@ class Match(_message.Message):
     DOMAIN_ID_FIELD_NUMBER: _ClassVar[int]
     RETAINED_FIELD_NUMBER: _ClassVar[int]
     HASH_MATCHED_FIELD_NUMBER: _ClassVar[int]
+    HITS_FIELD_NUMBER: _ClassVar[int]
     boundary: int
     kinds: _containers.RepeatedScalarFieldContainer[str]
     consumable: bool
@@ -111,7 +112,8 @@ class Match(_message.Message):
     domain_id: str
     retained: bool
     hash_matched: bool
-    def __init__(self, boundary: _Optional[int] = ..., kinds: _Optional[_Iterable[str]] = ..., consumable: _Optional[bool] = ..., reason: _Optional[str] = ..., age_s: _Optional[float] = ..., producer: _Optional[str] = ..., field: _Optional[str] = ..., domain_id: _Optional[str] = ..., retained: _Optional[bool] = ..., hash_matched: _Optional[bool] = ...) -> None: ...
+    hits: int
+    def __init__(self, boundary: _Optional[int] = ..., kinds: _Optional[_Iterable[str]] = ..., consumable: _Optional[bool] = ..., reason: _Optional[str] = ..., age_s: _Optional[float] = ..., producer: _Optional[str] = ..., field: _Optional[str] = ..., domain_id: _Optional[str] = ..., retained: _Optional[bool] = ..., hash_matched: _Optional[bool] = ..., hits: _Optional[int] = ...) -> None: ...
 
 class LookupReply(_message.Message):
     __slots__ = ("matches", "lease_id", "waited_s", "attention_tokens", "recurrent_tokens")
@@ -362,7 +364,7 @@ class StatsReply(_message.Message):
     def __init__(self, instance_id: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., objects: _Optional[int] = ..., checkpoints: _Optional[int] = ..., leases: _Optional[int] = ..., publications: _Optional[int] = ..., domains: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., gauges: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class ListCheckpointsRequest(_message.Message):
-    __slots__ = ("domain_id", "limit", "domain_prefix", "kinds", "age_min_s", "age_max_s", "visibilities", "cursor", "prefix_hashes")
+    __slots__ = ("domain_id", "limit", "domain_prefix", "kinds", "age_min_s", "age_max_s", "visibilities", "cursor", "prefix_hashes", "hits_min")
     DOMAIN_ID_FIELD_NUMBER: _ClassVar[int]
     LIMIT_FIELD_NUMBER: _ClassVar[int]
     DOMAIN_PREFIX_FIELD_NUMBER: _ClassVar[int]
@@ -372,6 +374,7 @@ class ListCheckpointsRequest(_message.Message):
     VISIBILITIES_FIELD_NUMBER: _ClassVar[int]
     CURSOR_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HASHES_FIELD_NUMBER: _ClassVar[int]
+    HITS_MIN_FIELD_NUMBER: _ClassVar[int]
     domain_id: str
     limit: int
     domain_prefix: str
@@ -381,7 +384,8 @@ class ListCheckpointsRequest(_message.Message):
     visibilities: _containers.RepeatedScalarFieldContainer[str]
     cursor: str
     prefix_hashes: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, domain_id: _Optional[str] = ..., limit: _Optional[int] = ..., domain_prefix: _Optional[str] = ..., kinds: _Optional[_Iterable[str]] = ..., age_min_s: _Optional[float] = ..., age_max_s: _Optional[float] = ..., visibilities: _Optional[_Iterable[str]] = ..., cursor: _Optional[str] = ..., prefix_hashes: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    hits_min: int
+    def __init__(self, domain_id: _Optional[str] = ..., limit: _Optional[int] = ..., domain_prefix: _Optional[str] = ..., kinds: _Optional[_Iterable[str]] = ..., age_min_s: _Optional[float] = ..., age_max_s: _Optional[float] = ..., visibilities: _Optional[_Iterable[str]] = ..., cursor: _Optional[str] = ..., prefix_hashes: _Optional[_Iterable[bytes]] = ..., hits_min: _Optional[int] = ...) -> None: ...
 
 class CheckpointInfo(_message.Message):
     __slots__ = ("domain_id", "boundary", "block_hash", "kinds", "state_bytes", "attention_bytes", "age_s", "idle_s", "leases", "producer", "visibility", "hits", "common_tokens")

@@ -277,7 +277,7 @@ class _Analysis:
 
     def _moving_arm(self, arm: nodes.If, where: _Place) -> None:
         inside = where._replace(user=where.user or _asks_for_user(arm.test))
-        if inside.user and inside.loop and _on_position(arm.test) and _outputs(arm.body):
+        if inside.user and inside.loop and on_position(arm.test) and _outputs(arm.body):
             self.guards.moving.append(Branch(arm.test.lineno, describe(arm.test), arm.body))
         else:
             self._moving(arm.body, inside)
@@ -466,7 +466,7 @@ def _raises(node: nodes.Node) -> bool:
     )
 
 
-def _on_position(test: nodes.Node) -> bool:
+def on_position(test: nodes.Node) -> bool:
     """Whether a test asks how far from the end of the conversation the message is."""
     for node in _walk(test):
         match node:

@@ -1,8 +1,8 @@
 """A chat template that is rendered once and says where its generation-only text begins.
 
-The marks are calls that write an empty string of a type of its own, put first into each
-generation-only branch of the template's syntax tree; jinja2 does the rest. The text is what the
-plain template writes, byte for byte.
+The marks are empty strings of a type of its own, written first in each generation-only branch of
+the template's syntax tree; jinja2 does the rest. The text is what the plain template writes, byte
+for byte. They are variables and not calls: in a sandbox a call takes longer than all else here.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from jinja2 import nodes
 from backhaul.render.guards import Guards, analyse
 from backhaul.render.reasons import Reason
 
-_MARK = "_backhaul_mark"
-_GENERATION, _MOVING = 0, 1
+_MARK, _MOVED, _INLINE = "_backhaul_mark", "_backhaul_moved", "_backhaul_inline"
 
 
 class Rendering(NamedTuple):
@@ -54,6 +53,8 @@ class MarkedTemplate:
             self.reason = Reason.REFUSED
         elif not self.guards.guarded:
             self.reason = Reason.UNGUARDED
+        elif environment.finalize is not None or environment.autoescape is not False:
+            self.reason = Reason.REFUSED  # output is made anew: a mark could be lost unseen
         else:
             _insert(self.guards)
             tree.set_environment(environment)
@@ -61,6 +62,8 @@ class MarkedTemplate:
             self._template = jinja2.Template.from_code(
                 environment, code, environment.make_globals(None)
             )
+            self._new_context = self._template.new_context
+            self._render = self._template.root_render_func
 
     def render(self, **variables: Any) -> Rendering | None:
         """Render; None where the template is refused or unguarded (``reason``): render it plainly.
@@ -69,32 +72,26 @@ class MarkedTemplate:
         """
         if self._template is None:
             return None
-        fired = 0
-        moved = False
-
-        def mark(kind: int, value: object = "") -> str:
-            nonlocal fired, moved
-            if kind == _MOVING:
-                moved = True
-                return _UNMARKED
-            fired += 1
-            return _Marked(value)
-
-        context = self._template.new_context({**variables, _MARK: mark})
+        mark = moved = _Mark()
+        values = {**variables, _MARK: mark}
+        if self.guards.moving:
+            values[_MOVED] = moved = _Mark()
+        if self.guards.inline:
+            values[_INLINE] = mark.before
         # As jinja2.Template.render, which joins the same pieces.
-        pieces: list[str] = list(self._template.root_render_func(context))
+        pieces: list[str] = list(self._render(self._new_context(values)))
         text = "".join(pieces)
-        if moved:
+        if moved is not mark and moved.written:
             return Rendering(text, None, Reason.MOVING_CONTROL_TEXT)
-        length = _length_from_first_mark(pieces, fired)
+        length = _length_from_first_mark(pieces, mark.written) if mark.written else 0
         if length is None:
             return Rendering(text, None, Reason.REFUSED)
         return Rendering(text, len(text) - length)
 
 
 class _Marked(str):
-    """A piece of output, often empty, at which generation-only text begins. Stays what it is when
-    the template turns it into a string."""
+    """A piece of output at which generation-only text begins. Stays what it is when the template
+    turns it into a string."""
 
     __slots__ = ()
 
@@ -102,7 +99,19 @@ class _Marked(str):
         return self
 
 
-_UNMARKED = ""
+class _Mark(_Marked):
+    """An empty piece that counts how often it was written, of one render."""
+
+    written = 0
+
+    def __str__(self) -> str:
+        self.written += 1
+        return self
+
+    def before(self, value: object) -> _Marked:
+        """The same in front of a value, for a place that takes one expression."""
+        self.written += 1
+        return _Marked(value)
 
 
 def _length_from_first_mark(pieces: list[str], fired: int) -> int | None:
@@ -113,24 +122,22 @@ def _length_from_first_mark(pieces: list[str], fired: int) -> int | None:
         if fired == 0:
             break
         length += len(piece)
-        if type(piece) is _Marked:
+        if isinstance(piece, _Marked):
             fired -= 1
     return length if fired == 0 else None
 
 
 def _insert(guards: Guards) -> None:
     """Put the marks into the tree that ``guards`` was made from."""
-    for kind, branches in ((_GENERATION, guards.branches), (_MOVING, guards.moving)):
+    for name, branches in ((_MARK, guards.branches), (_MOVED, guards.moving)):
         for branch in branches:
-            branch.body.insert(0, nodes.Output([_call(kind)], lineno=branch.line))
+            written = nodes.Name(name, "load", lineno=branch.line)
+            branch.body.insert(0, nodes.Output([written], lineno=branch.line))
     for inline in guards.inline:
-        marked = _call(_GENERATION, getattr(inline.expression, inline.field))
+        function = nodes.Name(_INLINE, "load")
+        value = getattr(inline.expression, inline.field)
+        marked = nodes.Call(function, [value], [], None, None, lineno=1)
         setattr(inline.expression, inline.field, marked)
-
-
-def _call(kind: int, *values: nodes.Expr) -> nodes.Call:
-    arguments = [nodes.Const(kind), *values]
-    return nodes.Call(nodes.Name(_MARK, "load"), arguments, [], None, None, lineno=1)
 
 
 class _Generation(jinja2.ext.Extension):

@@ -268,6 +268,26 @@ def with_diverged(
     return [by_boundary[boundary] for boundary in sorted(by_boundary, reverse=True)]
 
 
+def with_incomplete(
+    matches: Sequence[CheckpointMatch], incomplete: Sequence[tuple[int, Reason]], above: int
+) -> list[CheckpointMatch]:
+    """Add what the prefix's objects reach without a checkpoint: nobody can say for which end they
+    were sent. Not at or below ``above``, and none where the boundary has a candidate already."""
+    by_boundary = {match.boundary: match for match in matches}
+    for boundary, reason in incomplete:
+        if boundary > above:
+            match = CheckpointMatch(
+                boundary=boundary,
+                kinds=(),
+                consumable=False,
+                reason=reason,
+                retained=False,
+                hash_matched=False,
+            )
+            by_boundary.setdefault(boundary, match)
+    return [by_boundary[boundary] for boundary in sorted(by_boundary, reverse=True)]
+
+
 def consumable(checkpoint: Checkpoint, now: float) -> CheckpointMatch:
     """A visible checkpoint as lookups answer it."""
     return CheckpointMatch(
@@ -276,6 +296,7 @@ def consumable(checkpoint: Checkpoint, now: float) -> CheckpointMatch:
         consumable=True,
         age_s=now - checkpoint.created_at,
         producer=checkpoint.producer,
+        hits=checkpoint.hits,
     )
 
 
@@ -316,6 +337,7 @@ def _unusable(known: Checkpoint | Tombstone, reason: Reason, age_s: float) -> Ch
         hash_matched=reason not in NOT_RETAINED and reason is not Reason.HASH_MISMATCH,
         age_s=age_s,
         producer=known.producer,
+        hits=known.hits,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 from backhaul.protocols.checkpoint import CheckpointKind
@@ -18,8 +18,8 @@ _USED_AT = operator.attrgetter("used_at")
 class EvictionStrategy(Protocol):
     """Exchangeable order of eviction. Pure: it reads the checkpoints and changes nothing."""
 
-    def order(self, checkpoints: Sequence[Checkpoint], now: float) -> list[Checkpoint]:
-        """All of ``checkpoints``, the first to go first."""
+    def order(self, checkpoints: Sequence[Checkpoint], now: float) -> Iterable[Checkpoint]:
+        """All of ``checkpoints``, the first to go first. Few of them may be asked for."""
         ...
 
 
@@ -33,15 +33,12 @@ class LeastRecentlyUsed:
     with it. Otherwise shallow ones go before deep ones, which resume later.
     """
 
-    def order(self, checkpoints: Sequence[Checkpoint], now: float) -> list[Checkpoint]:
+    def order(self, checkpoints: Sequence[Checkpoint], now: float) -> Iterator[Checkpoint]:
         """See ``EvictionStrategy``."""
-        # Equal to sorting by `recency`, which costs several times as much per checkpoint; under
-        # pressure every reservation pays it.
-        ordered: list[Checkpoint] = []
+        # Equal to sorting by `recency`, which costs many times as much per checkpoint; under
+        # pressure every reservation pays for all of them and evicts a few.
         for _, tied in itertools.groupby(sorted(checkpoints, key=_USED_AT), _USED_AT):
-            together = list(tied)
-            ordered += together if len(together) == 1 else sorted(together, key=recency)
-        return ordered
+            yield from sorted(tied, key=recency)
 
 
 def recency(checkpoint: Checkpoint) -> tuple[float, bool, bool, int, int]:
@@ -69,7 +66,7 @@ class Reclaimer:
         self,
         objects: ObjectTable,
         pinned: set[Entry],
-        candidates: list[Checkpoint],
+        candidates: Iterable[Checkpoint],
         evict: Callable[[Checkpoint], None],
         drop_loose: Callable[[Entry], None],
         sizes: Sequence[int],
@@ -79,7 +76,7 @@ class Reclaimer:
         object of the batch."""
         self._objects = objects
         self._pinned = pinned
-        self._waiting = deque(candidates)
+        self._waiting = iter(candidates)
         self._put_off: deque[Checkpoint] = deque()
         self._progress = False
         self._evict = evict
@@ -108,24 +105,25 @@ class Reclaimer:
         if self._objects.loose:
             self._drop_loose(next(iter(self._objects.loose)))
             return True
-        while self._waiting or self._put_off:
-            if not self._waiting:
+        while True:
+            checkpoint = next(self._waiting, None)
+            if checkpoint is None:
+                if not self._put_off:
+                    return False
                 if not self._progress:
                     # Only shared objects are left: part with them one checkpoint at a time.
                     self._evict(self._put_off.popleft())
                     self._progress = True
                     return True
-                self._waiting, self._put_off = self._put_off, self._waiting
+                self._waiting, self._put_off = iter(self._put_off), deque()
                 self._progress = False
                 continue
-            checkpoint = self._waiting.popleft()
             if _frees_something(checkpoint):
                 self._evict(checkpoint)
                 self._progress = True
                 return True
             if not all(entry in self._pinned for entry in checkpoint.entries()):
                 self._put_off.append(checkpoint)
-        return False
 
 
 def pinned_entries(

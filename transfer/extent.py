@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from backhaul.protocols.checkpoint import ObjectKey
+from backhaul.protocols.checkpoint import ObjectKey, Reason
 from backhaul.protocols.layout import GroupKind
 from backhaul.transfer.entries import Domain
 
@@ -44,6 +44,32 @@ def matched_extent(domain: Domain, boundary_hashes: Sequence[bytes], visible: in
             break
         recurrent -= 1
     return Extent(attention * grid if full else 0, recurrent * grid if states else 0)
+
+
+def incomplete_ends(
+    domain: Domain, boundary_hashes: Sequence[bytes], extent: Extent, visible: int
+) -> list[tuple[int, Reason]]:
+    """Boundaries above ``visible`` to which objects of one class reach and those of the other do
+    not, each with what is missing: the deepest one of either class.
+
+    A branch off another request's prompt has the attention that they share and no state; what an
+    abandoned publication leaves behind may be either.
+    """
+    grid = domain.boundary_tokens
+    kinds = domain.group_kinds
+    states = [group for group, kind in kinds.items() if kind is GroupKind.RECURRENT]
+    found = []
+    attention, recurrent = extent
+    if (
+        states
+        and attention > visible
+        and not _complete(domain, states, boundary_hashes[attention // grid - 1])
+    ):
+        found.append((attention, Reason.STATE_MISSING))
+    has_full = GroupKind.FULL in kinds.values()
+    if has_full and recurrent > max(visible, attention):
+        found.append((recurrent, Reason.ATTENTION_MISSING))
+    return found
 
 
 def _complete(domain: Domain, groups: Sequence[int], block_hash: bytes) -> bool:

@@ -54,6 +54,7 @@ from backhaul.transfer.checkpoints import (
     consumable,
     deepest_first,
     with_diverged,
+    with_incomplete,
 )
 from backhaul.transfer.deadlines import Deadlines
 from backhaul.transfer.entries import (
@@ -74,7 +75,7 @@ from backhaul.transfer.eviction import (
     Reclaimer,
     pinned_entries,
 )
-from backhaul.transfer.extent import Extent, matched_extent
+from backhaul.transfer.extent import Extent, incomplete_ends, matched_extent
 from backhaul.transfer.index_check import Books, check_books
 from backhaul.transfer.index_input import (
     check_boundary,
@@ -381,8 +382,9 @@ class BlockIndex:
         now: float,
     ) -> LookupAnswer:
         """Checkpoints of the prefix above ``above_tokens``: up to ``MATCHES_MAX`` consumable ones,
-        under one lease, as many of which something is known that makes them unusable, and a few
-        that extend the deepest one by other tokens. At most one per boundary."""
+        under one lease, as many of which something is known that makes them unusable, a few that
+        extend the deepest one by other tokens, and where objects of one class end. At most one per
+        boundary."""
         now = self.expire(now)
         domain = self._domain(domain_id, now)
         lease_s = min(seconds("lease_s", lease_s), self.lease_max_s)
@@ -409,6 +411,10 @@ class BlockIndex:
         if usable:
             reach = len(boundary_hashes) * domain.boundary_tokens
             matches = with_diverged(matches, usable[0], above_tokens, reach, now)
+        deepest = usable[0].boundary if usable else 0
+        extent = matched_extent(domain, boundary_hashes, deepest)
+        incomplete = incomplete_ends(domain, boundary_hashes, extent, deepest)
+        matches = with_incomplete(matches, incomplete, above_tokens)
         self._count_hit(usable)
         self._count_candidates(matches)
         for match in matches:
@@ -422,8 +428,6 @@ class BlockIndex:
             self._deadlines.push(lease)
             lease_id = lease.id
         awaited = self.awaited(domain_id, boundary_hashes, above_tokens, now)
-        deepest = usable[0].boundary if usable else 0
-        extent = matched_extent(domain, boundary_hashes, deepest)
         return LookupAnswer(tuple(matches), lease_id, awaited, extent)
 
     def locate(self, lease_id: LeaseId, keys: Sequence[ObjectKey], now: float) -> list[Location]:

@@ -31,8 +31,9 @@ class ListQuery:
         age_min_s, age_max_s: seconds since it became visible (pending: since its first part
             came; evicted: since the eviction), both ends included.
         visibilities: where in their life.
-        prefix_hashes: a prompt's block hashes in units of the domain's ``hash_tokens``; asks for
-            ``common_tokens`` and puts the longest first.
+        hits_min: lookups that must have found it consumable, at least.
+        prefix_hashes: a prompt's block hashes in units of the domain's ``hash_tokens``, empty where
+            one is not known; asks for ``common_tokens`` and puts the longest first.
         limit: at most so many; 0: all.
         cursor: ``ListPage.next_cursor`` of the page before.
     """
@@ -43,6 +44,7 @@ class ListQuery:
     age_min_s: float = 0.0
     age_max_s: float = math.inf
     visibilities: frozenset[Visibility] = frozenset({Visibility.VISIBLE})
+    hits_min: int = 0
     prefix_hashes: tuple[bytes, ...] = ()
     limit: int = 0
     cursor: str = ""
@@ -128,11 +130,12 @@ def _all(
 
 
 def _wanted(query: ListQuery, domain: DomainId, item: Checkpoint | _Evicted, age_s: float) -> bool:
-    kinds = item.tombstone.kinds if isinstance(item, _Evicted) else item.kinds
+    told = item.tombstone if isinstance(item, _Evicted) else item
     return (
         (query.domain is None or domain == query.domain)
         and domain.startswith(query.domain_prefix)
-        and (not query.kinds or not query.kinds.isdisjoint(kinds))
+        and (not query.kinds or not query.kinds.isdisjoint(told.kinds))
+        and told.hits >= query.hits_min
         and query.age_min_s <= age_s <= query.age_max_s
     )
 
@@ -184,10 +187,11 @@ def _common_tokens(
     chain = [entry.key.block_hash for entry in part if entry.key.group == group.index]
     step = group.block_tokens // unit
     reach = min(len(chain), len(hashes) // step)
+    known = [block for block in range(reach) if hashes[(block + 1) * step - 1]]
     differing = bisect_left(
-        range(reach), True, key=lambda block: chain[block] != hashes[(block + 1) * step - 1]
+        known, True, key=lambda block: chain[block] != hashes[(block + 1) * step - 1]
     )
-    return differing * group.block_tokens
+    return (known[differing - 1] + 1) * group.block_tokens if differing else 0
 
 
 def describe_domains(

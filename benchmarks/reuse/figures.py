@@ -32,6 +32,12 @@ BASELINES = ("main_sparse", NO_POLICY)
 """What policies are compared with; the first that was run."""
 
 _D, _U, _P = CheckpointKind.DECODE_END, CheckpointKind.INPUT_END, CheckpointKind.PROMPT_END
+_LABELS = (
+    (_U, "U_end"),
+    (_D, "D_end"),
+    (CheckpointKind.SHARED_PREFIX, "junction"),
+    (CheckpointKind.BOUNDARY, "boundary"),
+)
 _MISSED = (EndFate.REWRITTEN, EndFate.NOT_KEPT, EndFate.UNUSABLE)
 
 
@@ -276,7 +282,7 @@ def recurrent_bytes(context: Context) -> list[Figure]:
     """9: recurrent bytes per endpoint, and what they bring."""
     kinds = context.cell.kinds()
     figures = []
-    for kind, label in ((_U, "U_end"), (_D, "D_end"), (CheckpointKind.SHARED_PREFIX, "junction")):
+    for kind, label in _LABELS:
         one = kinds[kind]
         figures.append(Figure(f"{label} bytes", _exact(one.state_bytes, one.created), Unit.BYTES))
         each = one.state_bytes / one.created if one.created else None
@@ -386,7 +392,7 @@ def shared_checkpoints(context: Context) -> list[Figure]:
         duplicates=sum(one.duplicates for one in kinds.values()),
     )
     figures = [Figure("shared", _part(total.duplicates, total.logical), Unit.SHARE)]
-    for kind, label in ((_U, "U_end"), (_D, "D_end"), (CheckpointKind.SHARED_PREFIX, "junction")):
+    for kind, label in _LABELS:
         one = kinds[kind]
         figures.append(Figure(label, _part(one.duplicates, one.logical), Unit.SHARE))
     figures.append(Figure("logical ends", _exact(total.logical), Unit.COUNT))

@@ -36,6 +36,7 @@ from backhaul.benchmarks.reuse.record import (
 from backhaul.benchmarks.reuse.relations import Relations, fate, hits_without
 from backhaul.benchmarks.reuse.simulated_store import SimulatedStore
 from backhaul.benchmarks.reuse.trace import Turn
+from backhaul.benchmarks.reuse.turn_hints import hints_of
 from backhaul.connector.endpoints import (
     PromptEnds,
     choose_ends,
@@ -50,6 +51,7 @@ from backhaul.protocols.checkpoint import CheckpointKind, LeaseId, primary_kind
 from backhaul.protocols.match_history import MatchHistory, observe
 from backhaul.protocols.options import FinishReason, Options
 from backhaul.protocols.policy import Choice, Policy
+from backhaul.protocols.record import Candidate
 from backhaul.transfer.index import LookupAnswer
 from backhaul.transfer.strategies import DEFAULT, Admission, Strategies
 
@@ -235,7 +237,7 @@ class Simulator:
         content = (*turn.prompt, *turn.output)
         hashes = self._hashes.of(content, turn.conversation)
         tokens = max(turn.prompt_tokens - self._deployment.handed_tokens, 1)
-        hints = parse_hints(_facts(turn), turn.prompt_tokens)
+        hints = parse_hints(hints_of(turn), turn.prompt_tokens)
         worker = self._route(turn)
         worker.waiting += 1
         prompt = hashes[: tokens // self._shape.grid]
@@ -489,7 +491,7 @@ class Simulator:
             min_gain_tokens=self._options.min_load_tokens,
         )
         candidates = tag_candidates(job.answer.matches, job.selected, limits)
-        self._history.add(job.hints.template, job.hints.client, observe(candidates))
+        self._learn(job, candidates)
         chosen = next((c for c in candidates if c.selected), None)
         kind = primary_kind(chosen.kinds) if chosen else ""
         hit = job.resume
@@ -531,6 +533,16 @@ class Simulator:
             )
         )
 
+    def _learn(self, job: _Job, candidates: Sequence[Candidate]) -> None:
+        """As the connector does."""
+        hints, prompt = job.hints, job.prompt
+        continues = self._history.continued(reversed(prompt), job.turn.prompt_tokens)
+        self._history.add(hints.template, hints.client, observe(candidates, continues))
+        blocks = (hints.u_end or 0) // self._shape.grid
+        if job.choice.decode_end and 0 < blocks <= len(prompt):
+            boundary = blocks * self._shape.grid
+            self._history.expect(prompt[blocks - 1], boundary, job.turn.prompt_tokens)
+
     def _arm_result(self, begin: float) -> ArmResult:
         seconds = max(self._last_end - begin, 0.0)
         resident = sum(result.residency_s for result in self._results)
@@ -555,20 +567,6 @@ class Simulator:
             peak_used_bytes=self.store.peak_used_bytes,
             lifetime_s=counters["evicted_lifetime_ms"] / 1000 / evicted if evicted else 0.0,
         )
-
-
-def _facts(turn: Turn) -> dict[str, object]:
-    """What the connector's plugin would say of a request."""
-    reasons = turn.reasoning_tokens > 0
-    return {
-        "u_end": turn.u_end,
-        "user_turn": turn.user_turn,
-        "tool_continuation": turn.tool_continuation,
-        "tools": turn.tools if turn.template else turn.tools or None,
-        "reasoning": reasons if turn.template else reasons or None,
-        "reasoning_kept": turn.reasoning_kept,
-        "template": turn.template,
-    }
 
 
 def simulate(

@@ -38,7 +38,9 @@ class Probe:
         if get_pp_group().is_first_rank:
             return False
         runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
-            batch_size=runner.max_num_tokens, dtype=runner.dtype, device=runner.device
+            batch_size=runner.max_num_tokens,
+            dtype=runner.model_config.dtype,
+            device=runner.device,
         )
         return True
 

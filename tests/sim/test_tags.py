@@ -316,6 +316,56 @@ def test_the_end_of_an_input_that_was_resumed_past(pair: Pair) -> None:
     assert record.selected and record.input_end.outcome == "resumed_past"
 
 
+@ASYNC
+def test_what_a_conversation_looks_like_from_its_checkpoints(
+    pair: Pair, asynchronous: bool
+) -> None:
+    """First and later reuse, how many requests ago, and the work that was spared."""
+    decode = pair.engine(name="decode", asynchronous=asynchronous)
+    prefill = pair.engine(name="prefill", role="kv_consumer", asynchronous=asynchronous)
+    again = pair.engine(name="again", role="kv_consumer", asynchronous=asynchronous)
+    work = prefill.backhaul._half._facts.work
+    assert work is not None and work.per_token > 0
+    first = decode.run(tokens(4 * B + 3, 1), 2 * B, u_end=4 * B)
+    decode.check_idle()
+    _, record = run(prefill, first.history + tokens(3, 2), 3)
+    assert record.reuse == "first" and record.selected.producer_age == "previous"
+    assert record.selected.avoided_flops == work.flops(0, record.selected.boundary)
+    deep = record.selected.boundary
+    assert prefill.counters["avoided_prefill_flops|decode_end"] == work.flops(0, deep)
+    assert prefill.counters["selections|decode_end|previous"] == 1
+    # On an engine of its own: where the first turn's attention lies but not its state, the end of
+    # that turn would become a shared prefix, past which the store names no rewritten ends.
+    elsewhere = pair.engine(name="elsewhere", asynchronous=asynchronous)
+    second = elsewhere.run(first.history + tokens(3, 2), 3 * B)
+    elsewhere.check_idle()
+    _, record = run(again, first.history + tokens(3, 2), 3)
+    assert record.reuse == "steady", "others have looked it up"
+    assert again.counters["continuation_tokens|steady|reused"] == record.selected.boundary
+    # The second reply is rewritten: the first one's end matches, and there is a later one.
+    rewritten = first.history + tokens(3, 2) + tokens(len(second.history) - len(first.history), 7)
+    _, record = run(pair.engine(name="third", role="kv_consumer"), rewritten, 3)
+    assert record.selected.boundary == deep and record.selected.kind == "decode_end"
+    assert record.selected.producer_age == "two_earlier"
+
+
+def test_a_branch_is_learnt_once(pair: Pair) -> None:
+    """Two prompts share a prefix whose end has no state: the second misses it and leaves one."""
+    engine = pair.engine(name="one", options={"policy": "decode_end"})
+    shared = tokens(5 * B + 3, 1)
+    run(engine, shared + tokens(2 * B, 2), 3)
+    _, second = run(engine, shared + tokens(2 * B, 3), 3)
+    assert second.junction == 5 * B
+    assert engine.counters["branch_learning_misses"] == 1
+    assert engine.counters["branch_learning_tokens"] == 5 * B - second.local_tokens
+    _, third = run(engine, shared + tokens(2 * B, 4), 3)
+    assert third.junction == 0 and third.local_tokens + third.loaded_tokens == 5 * B
+    assert engine.counters["branch_learning_misses"] == 1
+    other = pair.engine(name="other", role="kv_consumer")
+    _, fourth = run(other, shared + tokens(2 * B, 5), 3)
+    assert fourth.loaded_tokens == 5 * B and other.counters["branch_learning_misses"] == 0
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_number_of_ranks_multiplies_nothing_but_bytes(ranks: int) -> None:
     pair = Pair(new_uri())

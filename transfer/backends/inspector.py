@@ -57,6 +57,7 @@ class StoreInspector:
             age_max_s=0.0 if query.age_max_s == float("inf") else query.age_max_s or 5e-324,
             visibilities=[visibility.value for visibility in query.visibilities],
             prefix_hashes=query.prefix_hashes,
+            hits_min=query.hits_min,
             limit=query.limit,
             cursor=query.cursor,
         )

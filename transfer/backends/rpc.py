@@ -10,7 +10,13 @@ from typing import Any
 import grpc
 
 from backhaul.protocols import store_pb2_grpc
-from backhaul.protocols.errors import StoreError, StoreFull, StoreRejected, StoreUnavailable
+from backhaul.protocols.errors import (
+    StoreDenied,
+    StoreError,
+    StoreFull,
+    StoreRejected,
+    StoreUnavailable,
+)
 from backhaul.transfer.entries import NotKnown
 
 PROTOCOL_VERSION = 1
@@ -37,7 +43,7 @@ ERRORS: dict[grpc.StatusCode, type[StoreError]] = {
     grpc.StatusCode.DEADLINE_EXCEEDED: StoreTimeout,
     grpc.StatusCode.NOT_FOUND: NotKnown,
     grpc.StatusCode.ALREADY_EXISTS: StoreRejected,
-    grpc.StatusCode.PERMISSION_DENIED: StoreRejected,
+    grpc.StatusCode.PERMISSION_DENIED: StoreDenied,
     grpc.StatusCode.RESOURCE_EXHAUSTED: StoreFull,
     grpc.StatusCode.FAILED_PRECONDITION: StoreRejected,
     grpc.StatusCode.ABORTED: StoreRejected,
@@ -46,7 +52,7 @@ ERRORS: dict[grpc.StatusCode, type[StoreError]] = {
     grpc.StatusCode.INTERNAL: StoreUnavailable,
     grpc.StatusCode.UNAVAILABLE: StoreUnavailable,
     grpc.StatusCode.DATA_LOSS: StoreUnavailable,
-    grpc.StatusCode.UNAUTHENTICATED: StoreRejected,
+    grpc.StatusCode.UNAUTHENTICATED: StoreDenied,
 }
 """What gRPC reports -> what callers see. Total over the codes of a failed call."""
 

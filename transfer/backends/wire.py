@@ -82,6 +82,7 @@ def lookup_result(reply: store_pb2.LookupReply) -> LookupResult:
             # A daemon that does not know a tag has said the ones that imply it.
             retained=match.retained or match.hash_matched or match.consumable,
             hash_matched=match.hash_matched or match.consumable,
+            hits=match.hits,
         )
         for match in reply.matches
     )

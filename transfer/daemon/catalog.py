@@ -194,6 +194,7 @@ class Catalog(store_pb2_grpc.CatalogServicer):
                 domain_id=match.domain,
                 retained=match.retained,
                 hash_matched=match.hash_matched,
+                hits=match.hits,
             )
             for match in answer.matches
         ]
@@ -415,6 +416,7 @@ def _query(request: store_pb2.ListCheckpointsRequest) -> ListQuery:
         age_max_s=request.age_max_s or math.inf,
         visibilities=frozenset(visibilities or (Visibility.VISIBLE,)),
         prefix_hashes=tuple(request.prefix_hashes),
+        hits_min=request.hits_min,
         limit=request.limit,
         cursor=request.cursor,
     )

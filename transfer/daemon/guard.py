@@ -48,19 +48,19 @@ class QuietLog:
         logger.warning(text + (" (%d more before)" if more else ""), *args, *([more] * bool(more)))
 
 
-def wrong_seconds(message: Message) -> str | None:
-    """What is wrong with the first floating-point field, at any depth, that is no duration: all of
-    them are seconds. None where none is wrong."""
+def wrong_number(message: Message) -> str | None:
+    """What is wrong with the first floating-point field, at any depth, that is negative,
+    infinite or no number: all of them are durations or amounts. None where none is wrong."""
     for field in _fields_with_numbers(message.DESCRIPTOR):
         value: Any = getattr(message, field.name)
         values: Sequence[Any] = value if field.is_repeated else [value]
         for one in values:
             if field.cpp_type == FieldDescriptor.CPPTYPE_MESSAGE:
-                wrong = wrong_seconds(one)
+                wrong = wrong_number(one)
                 if wrong is not None:
                     return f"{field.name}.{wrong}"
             elif not 0 <= one < math.inf:  # also refuses NaN
-                return f"{field.name} is {one}: it must be a finite number of seconds, 0 or more"
+                return f"{field.name} is {one}: it must be finite and 0 or more"
     return None
 
 
@@ -148,7 +148,7 @@ class InputGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg, unused-i
 
     async def _check(self, method: str, request: Any, context: Any) -> None:
         """Abort the call unless the request can be handled."""
-        wrong = request.why if isinstance(request, Malformed) else wrong_seconds(request)
+        wrong = request.why if isinstance(request, Malformed) else wrong_number(request)
         if wrong is not None:
             self._log.warning("refused a call of %s: %s", method, wrong)
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{method}: {wrong}")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -10,6 +13,7 @@ from hypothesis import strategies as st
 from backhaul.benchmarks.reuse.deployment import Deployment, Routing
 from backhaul.benchmarks.reuse.model_shape import PRESETS, preset
 from backhaul.benchmarks.reuse.record import ArmResult, EndFate, RequestResult
+from backhaul.benchmarks.reuse.report import format_bytes
 from backhaul.benchmarks.reuse.simulator import Experiment, Simulator
 from backhaul.benchmarks.reuse.trace import Span, Turn
 from backhaul.benchmarks.reuse.workloads import WORKLOADS, Sizes, workload
@@ -248,3 +252,19 @@ def test_a_state_fits_the_page_of_one_block(name: str) -> None:
 def test_an_unknown_model_is_named() -> None:
     with pytest.raises(ConfigError, match=r"'gpt'; presets: qwen3\.5-35b-a3b"):
         preset("gpt")
+
+
+def test_the_documentation_gives_the_presets_and_the_defaults() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "reuse.md").read_text()
+    for shape in PRESETS.values():
+        row = next(line for line in page.splitlines() if line.startswith(f"| `{shape.name}`"))
+        assert f"| {shape.kv_bytes:,} B |" in row and row.endswith(f"| {shape.grid:,} |")
+        assert format_bytes(shape.state_bytes) in row
+    default = Deployment()
+    rows = [line for line in page.splitlines() if line.startswith("| `")]
+    for name in (f for f in default.__struct_fields__ if f not in ("routing", "handed_tokens")):
+        row = next(line for line in rows if f"`{name}`" in line)
+        names = re.findall(r"`(\w+)`", row.split("|")[1])
+        values = [text.strip() for text in row.split("|")[2].split(":")[0].split(",")]
+        assert float(values[names.index(name)]) == float(getattr(default, name)), name
+    assert all(f"`{name}`" in page for name in WORKLOADS)

@@ -33,6 +33,7 @@ from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -284,6 +285,35 @@ def test_a_change_of_the_engine_is_another_domain_and_named(
     for reader, writer in ((ours, theirs), (theirs, ours)):
         _never_consumable_in_the_index(reader, writer, field)
         _never_consumable_in_the_store(reader, writer, field)
+
+
+def test_ranks_alone_are_convertible_where_every_page_is_known(engine: Engine) -> None:
+    kind = MambaAttentionBackendEnum.SHORT_CONV
+    engine.state = {"shapes": ((3, 8),), "dtypes": (torch.bfloat16,), "mamba_type": kind}
+    ours = engine.facts().domain
+    engine.parallel = copy(engine.parallel)
+    engine.parallel.tensor_parallel_size = engine.parallel.world_size = 2
+    engine.attention["num_kv_heads"] = 1
+    engine.state["shapes"] = ((3, 4),)
+    theirs = engine.facts().domain
+    assert [group.page for group in ours.layout.groups] == [
+        group.page for group in theirs.layout.groups
+    ]
+    for one, other in ((ours, theirs), (theirs, ours)):
+        assert compare(one, other).verdict is Verdict.CONVERTIBLE
+    assert parse_domain(theirs.canonical()) == theirs
+
+
+def test_layers_of_pipeline_stages_are_told_apart(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _pipeline_parallel(engine, monkeypatch)
+    records = []
+    for partition in ("0,1", "1,0"):
+        monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", partition)
+        records.append(engine.facts().domain)
+    assert [one.pipeline_layers for one in records] == ["0,1", "1,0"]
+    assert compare(*records).field == "pipeline_layers"
 
 
 def test_the_same_engine_has_the_same_domain(engine: Engine, model: str) -> None:

@@ -16,6 +16,8 @@ from backhaul.connector.outcome import (
     Outcome,
     count_outcome,
     matched_tokens,
+    producer_age,
+    reuse_of,
     shown,
     tag_candidates,
 )
@@ -26,16 +28,16 @@ from backhaul.protocols.checkpoint import (
     CheckpointMatch,
     PassedOver,
     Reason,
+    Reuse,
     primary_kind,
 )
 from backhaul.protocols.metrics import ENGINE, known_label_values
 from backhaul.protocols.record import CANDIDATES_MAX, Selected
+from backhaul.protocols.work import FULL, ModelWork
 
 GRID = 8
 KINDS = st.lists(st.sampled_from(CheckpointKind), unique=True).map(tuple)
-REASONS = st.sampled_from(
-    [Reason.EVICTED, Reason.UNCOMMITTED, Reason.DOMAIN_MISMATCH, Reason.HASH_MISMATCH]
-)
+REASONS = st.sampled_from([*NOT_RETAINED, Reason.DOMAIN_MISMATCH, Reason.HASH_MISMATCH])
 
 
 @st.composite
@@ -52,6 +54,7 @@ def matches(draw: st.DrawFn) -> tuple[CheckpointMatch, ...]:
                 reason=reason,
                 retained=reason not in NOT_RETAINED,
                 hash_matched=reason in (None, Reason.DOMAIN_MISMATCH),
+                hits=draw(st.integers(0, 2)),
                 age_s=draw(st.floats(0, 1e6)),
             )
         )
@@ -63,7 +66,10 @@ LIMITS = st.builds(
     local_tokens=st.integers(0, 20).map(lambda n: n * GRID),
     limit_tokens=st.integers(0, 22 * GRID),
     min_gain_tokens=st.integers(1, 5 * GRID),
-    denied=st.frozensets(st.integers(1, 20).map(lambda n: n * GRID)),
+    denied=st.dictionaries(
+        st.integers(1, 20).map(lambda n: n * GRID),
+        st.sampled_from([Reason.UNREACHABLE, Reason.CORRUPT, Reason.LEASE_EXPIRED]),
+    ),
     loads_over=st.booleans(),
 )
 
@@ -92,7 +98,9 @@ def test_the_tags_form_a_ladder(found: tuple[CheckpointMatch, ...], limits: Limi
         assert (candidate.passed_over is None) == (candidate.selected or not candidate.consumable)
         failed = match.consumable and match.boundary in limits.denied
         assert candidate.consumable == (match.consumable and not failed)
-        assert (candidate.reason is Reason.LOAD_FAILED) == failed
+        unreachable = failed and limits.denied[match.boundary] is Reason.UNREACHABLE
+        assert (candidate.reason is Reason.UNREACHABLE) == unreachable
+        assert (candidate.reason is Reason.LOAD_FAILED) == (failed and not unreachable)
         assert candidate.passed_over is not PassedOver.NOT_TAKEN, "what could be used was chosen"
     chosen = [candidate for candidate in candidates if candidate.selected]
     assert [candidate.boundary for candidate in chosen] == ([selected] if selected else [])
@@ -145,6 +153,9 @@ def test_every_count_is_of_a_series_that_is_known(
         else None,
         candidates=candidates,
         matched=matched_tokens(Answered(found), has_recurrent=True),
+        reuse=reuse_of(found),
+        junction=more,
+        work=ModelWork(1),
     )
     recorder = StatsRecorder()
     count_outcome(outcome, recorder, asked=True)
@@ -191,10 +202,95 @@ def test_what_the_second_end_adds(
         candidates=tag_candidates(found, 32, limits),
         matched=matched_tokens(Answered(found), has_recurrent=True),
     )  # fmt: skip
+    outcome = outcome._replace(work=ModelWork(100, ((FULL, 1),)))
+    counters = counters_of(outcome)
+    assert counters.get("incremental_tokens|decode_end", 0) == gain
+    assert counters.get("incremental_hits|decode_end", 0) == alone
+    assert counters["avoided_prefill_flops|decode_end"] == 24 * 100 + sum(range(9, 33))
+    spared = gain * 100 + sum(range(33 - gain, 33))
+    assert counters.get("incremental_prefill_flops|decode_end", 0) == spared
+
+
+def counters_of(outcome: Outcome) -> dict[str, float]:
     recorder = StatsRecorder()
     count_outcome(outcome, recorder, asked=True)
     report = recorder.report({})
     assert report is not None
-    counters = report.data["counters"]
-    assert counters.get("incremental_tokens|decode_end", 0) == gain
-    assert counters.get("incremental_hits|decode_end", 0) == alone
+    counters: dict[str, float] = report.data["counters"]
+    return counters
+
+
+def candidate(
+    boundary: int, *kinds: str, reason: Reason | None = None, hits: int = 0
+) -> CheckpointMatch:
+    return CheckpointMatch(
+        boundary=boundary,
+        kinds=tuple(CheckpointKind(kind) for kind in kinds),
+        consumable=reason is None,
+        reason=reason,
+        retained=reason not in NOT_RETAINED,
+        hash_matched=reason is None,
+        hits=hits,
+    )
+
+
+@pytest.mark.parametrize(
+    ("later", "age"),
+    [
+        ([], "previous"),
+        ([("input_end", Reason.EVICTED)], "previous"),
+        ([("unknown", Reason.STATE_MISSING)], "previous"),
+        ([("decode_end", Reason.EVICTED)], "two_earlier"),
+        ([("decode_end", None)], "two_earlier"),
+        ([("decode_end", Reason.HASH_MISMATCH), ("input_end", None)], "two_earlier"),
+        ([("decode_end", Reason.EVICTED), ("decode_end", Reason.HASH_MISMATCH)], "older"),
+        ([("decode_end", Reason.EVICTED)] * 4, "older"),
+    ],
+)
+def test_an_end_is_as_old_as_there_are_later_ones_of_its_kind(
+    later: list[tuple[str, Reason | None]], age: str
+) -> None:
+    deeper = [
+        candidate(80 - 8 * n, *(() if kind == "unknown" else (kind,)), reason=reason)
+        for n, (kind, reason) in enumerate(later)
+    ]
+    selected = candidate(16, "decode_end", "prompt_end")
+    below = candidate(8, "decode_end")
+    assert producer_age([*deeper, selected, below], selected) == age
+
+
+@pytest.mark.parametrize(
+    ("found", "reuse"),
+    [
+        ([], None),
+        ([candidate(24, reason=Reason.STATE_MISSING)], None),
+        ([candidate(24, "decode_end", reason=Reason.HASH_MISMATCH, hits=3)], None),
+        ([candidate(24, "decode_end"), candidate(8, "input_end", hits=1)], "first"),
+        ([candidate(24, "decode_end", hits=1), candidate(8, "input_end")], "steady"),
+        ([candidate(24, "decode_end", reason=Reason.EVICTED, hits=2)], "steady"),
+        (
+            [candidate(24, "decode_end", reason=Reason.HASH_MISMATCH), candidate(8, "input_end")],
+            "first",
+        ),
+    ],
+)
+def test_a_continuation_is_the_first_of_what_nobody_looked_up(
+    found: list[CheckpointMatch], reuse: str | None
+) -> None:
+    assert reuse_of(found) == reuse
+
+
+@pytest.mark.parametrize(("junction", "missed"), [(0, 0), (16, 0), (24, 0), (32, 8), (40, 16)])
+def test_a_junction_above_the_hit_is_a_miss_that_teaches(junction: int, missed: int) -> None:
+    outcome = Outcome(
+        prompt_tokens=50, local_tokens=8, loaded_tokens=16, other_tokens=0, selected=None,
+        candidates=(), matched=matched_tokens(Answered(), has_recurrent=True), junction=junction,
+        reuse=Reuse.STEADY,
+    )  # fmt: skip
+    counters = counters_of(outcome)
+    assert counters.get("branch_learning_misses", 0) == bool(missed)
+    assert counters.get("branch_learning_tokens", 0) == missed
+    assert outcome.missed_junction == (junction if missed else 0)
+    assert counters["continuations|steady"] == 1
+    assert counters["continuation_tokens|steady|reused"] == 24
+    assert counters["continuation_tokens|steady|recomputed"] == 26

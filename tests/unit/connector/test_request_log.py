@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from backhaul.connector.request_log import RequestLog
+from backhaul.connector.request_log import RequestLog, memory_bytes
 from backhaul.protocols.record import LoggedRequest
 
 
@@ -129,6 +130,32 @@ def test_a_disk_that_hangs_delays_nobody(path: Path, monkeypatch: pytest.MonkeyP
     wait_until(lambda: one.counts()[0] == 5)
     one.log.close()
     assert ids(path) == [f"r{n}" for n in range(5)]
+
+
+def test_records_that_wait_take_a_bounded_amount_of_memory(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on, begun = threading.Event(), threading.Event()
+    append = RequestLog._append
+
+    def hanging(self: RequestLog, records: list[LoggedRequest]) -> None:
+        begun.set()
+        assert go_on.wait(10)
+        append(self, records)
+
+    monkeypatch.setattr(RequestLog, "_append", hanging)
+    long = msgspec.structs.replace(record(1), token_ids=tuple(range(1000)))
+    one = Counted(path, bytes_max=3 * memory_bytes(long))
+    one.log.write(long)
+    assert begun.wait(10)
+    for _ in range(5):
+        one.log.write(long)
+    assert one.counts() == (0, 3), "the one being written and two more fit"
+    go_on.set()
+    wait_until(lambda: one.counts()[0] == 3)
+    one.log.write(long)
+    wait_until(lambda: one.counts()[0] == 4)  # what was written makes room
+    one.log.close()
 
 
 def test_two_engines_may_share_a_file(path: Path) -> None:

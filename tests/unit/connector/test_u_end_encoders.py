@@ -130,7 +130,7 @@ def test_a_closed_prompt_is_all_input() -> None:
 class Words:
     """A vocabulary of whole special tokens and single characters, as far as the rules ask."""
 
-    SPECIAL = ("<|open|>", "<|sep|>", "<|close|>", "<|end_of_msg|>", "[AVAILABLE_TOOLS]")
+    SPECIAL = ("<|open|>", "<|sep|>", "<|close|>", "<|end_of_msg|>")
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         ids = []
@@ -145,9 +145,6 @@ class Words:
 
     def convert_tokens_to_ids(self, token: str) -> int:
         return self.SPECIAL.index(token)
-
-    def get_vocab(self) -> dict[str, int]:
-        return {token: i for i, token in enumerate(self.SPECIAL)}
 
 
 WORDS = Words()
@@ -176,12 +173,39 @@ def test_kimi_k3() -> None:
         assert kimi(stated, user).tokens is not None
 
 
-def test_mistral() -> None:
-    prompt = WORDS.encode("[INST]hello[/INST]")
-    assert encoded_u_end(stand_in("MistralRenderer"), prompt, None) == UEnd(len(prompt))
-    tools = WORDS.encode("[AVAILABLE_TOOLS]f[INST]hello[/INST]")
-    moving = encoded_u_end(stand_in("MistralRenderer"), tools, None)
-    assert moving.reason is Reason.MOVING_CONTROL_TEXT
+@pytest.fixture(scope="module", params=["240323.model.v3", "241114.model.v7"])
+def mistral(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """vLLM's tokenizer with a vocabulary that comes with mistral-common."""
+    from vllm.tokenizers.mistral import MistralTokenizer
+
+    spec = importlib.util.find_spec("mistral_common")
+    assert spec is not None and spec.origin is not None
+    file = Path(spec.origin).parent / "data" / f"mistral_instruct_tokenizer_{request.param}"
+    directory = tmp_path_factory.mktemp("mistral")
+    version = file.suffix
+    (directory / f"tokenizer.model{version}").symlink_to(file)
+    tokenizer = MistralTokenizer.from_pretrained(directory)
+    name = "MistralRenderer"
+    return type(name, (), {"get_tokenizer": lambda self: tokenizer, "version": version})()
+
+
+@pytest.mark.parametrize("with_system", [False, True])
+@pytest.mark.parametrize("tools", [None, TOOLS])
+def test_mistral(mistral: Any, with_system: bool, tools: Any) -> None:
+    """The prompt ends with the user's message; only what stays in its place is a stable prefix."""
+    apply = mistral.get_tokenizer().apply_chat_template
+    said = FIRST if with_system else FIRST[1:]
+    following = [*said, {"role": "assistant", "content": "Rain."}, FIRST[1]]
+    prompt, after = (apply(messages, tools=tools) for messages in (said, following))
+    found = encoded_u_end(mistral, prompt, None)
+    # Before version 7 the system's message is written into the last user's, and moves as well: the
+    # tokens do not tell, and the checkpoint is one that is never found.
+    moves = bool(tools) or (with_system and mistral.version == ".v3")
+    assert (after[: len(prompt)] == prompt) is not moves
+    if tools:
+        assert found == UEnd(None, Reason.MOVING_CONTROL_TEXT)
+    else:
+        assert found == UEnd(len(prompt))
 
 
 @pytest.mark.parametrize("name", ["CohereRenderer", "InklingRenderer", "TerratorchRenderer"])

@@ -107,6 +107,36 @@ def test_the_end_of_a_users_message_is_told_from_that_of_a_tools_result(app: Ren
         assert params_of(answer)["backhaul"]["user_turn"] is True
 
 
+def test_what_else_is_known_travels_with_the_offset(app: RenderApp) -> None:
+    """The tiny template keeps reasoning within a tool loop only, unless it is told to."""
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    loop = [
+        *MESSAGES,
+        {"role": "assistant", "content": "", "reasoning": "hm", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "r"},
+    ]
+    again = [*loop, {"role": "assistant", "content": "a"}, {"role": "user", "content": "and?"}]
+    known = [
+        params_of(chat(app, messages, tools=[TOOL], tool_choice="none", **body))["backhaul"]
+        for messages, body in (
+            (MESSAGES, {}),
+            (loop, {}),
+            (again, {}),
+            (again, {"chat_template_kwargs": {"keep_reasoning": True}}),
+        )
+    ]
+    names = ("tool_continuation", "user_turn", "reasoning_kept", "tools", "rewrites")
+    assert [tuple(one.get(name) for name in names) for one in known] == [
+        (False, True, False, False, []),
+        (True, False, True, False, []),
+        (False, True, False, False, []),
+        (False, True, True, False, []),
+    ]
+    assert len({one["template"] for one in known}) == 1
+    assert all("suffix_start" not in one for one in known), "earlier replies have the same header"
+    assert all("reasoning" not in one for one in known), "no parser says that replies reason"
+
+
 def test_responses(app: RenderApp) -> None:
     answer = app.post("/v1/responses/render", input="hello", instructions="be brief")
     assert suffix(app, answer) == HEADER
@@ -172,7 +202,8 @@ def test_concurrent_requests_keep_their_own_offsets(app: RenderApp) -> None:
     for request, (_, (prompt,)) in zip(requests, app.run(render()), strict=True):
         ids = prompt["prompt_token_ids"]
         if request.chat_template is not None:
-            assert request.kv_transfer_params is None  # Nothing but a suffix: no history.
+            # Nothing but a suffix: no history.
+            assert "u_end" not in request.kv_transfer_params["backhaul"]
             continue
         end = request.kv_transfer_params["backhaul"]["u_end"]
         thinking = "<think>" if request.chat_template_kwargs["enable_thinking"] else ""
@@ -310,7 +341,7 @@ def test_an_engine_gets_offsets_where_backhaul_is_configured(
     """vLLM warns of kv_transfer_params for which there is no connector, once per request."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
-    monkeypatch.setenv(u_end_plugin.SWITCH_ENV, switch)
+    monkeypatch.setattr(u_end_plugin, "_switch", lambda: switch)
     holder = app.online_renderer.renderer.config
     monkeypatch.setattr(
         holder, "kv_transfer_config", None if config is None else SimpleNamespace(**config)
@@ -394,8 +425,12 @@ def test_a_changed_surface_keeps_the_plugin_out(
 
 
 @pytest.mark.parametrize("value", ["off", "OFF ", "of"])
-def test_switched_off(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_switched_off(
+    value: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     monkeypatch.setenv(u_end_plugin.SWITCH_ENV, value)
+    u_end_plugin._switch.cache_clear()
+    request.addfinalizer(u_end_plugin._switch.cache_clear)
     monkeypatch.delitem(sys.modules, u_end_plugin._MODULE, raising=False)
     u_end_plugin.register()
     assert not finders()

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import time
+from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,6 +20,7 @@ from backhaul.deploy.processes import free_port
 from backhaul.deploy.terminal import format_age, parse_duration
 from backhaul.protocols.checkpoint import CheckpointKind, DomainId
 from backhaul.protocols.errors import ConfigError
+from backhaul.protocols.record import LoggedRequest
 from backhaul.transfer.base import CheckpointInfo
 
 
@@ -39,6 +43,10 @@ def test_filters_and_pages(live_store: RunningStore) -> None:
     assert listed(live_store, "--domain", domain, "--older-than", "1h") == []
     assert listed(live_store, "--domain", domain, "--newer-than", "1h") == [3, 2, 1]
     assert listed(live_store, "--domain", domain, "--show", "evicted") == []
+    assert listed(live_store, "--domain", domain, "--older-than", "0") == [3, 2, 1]
+    everything = listed(live_store, "--limit=0")
+    assert listed(live_store, "--limit=0", "--kind=input_end", "--show=all").count(1) >= 1
+    assert {6, 3, 2, 1} <= set(everything)
     assert 6 in listed(live_store, "--limit=0")
     _, out, _ = backhaul(
         "checkpoints", f"--store={live_store.uri}", f"--domain={domain}", "--limit=2", "--json"
@@ -66,7 +74,16 @@ def test_json_says_everything(live_store: RunningStore) -> None:
         "hits": 1,
         "leases": 0,
         "producer": "decode-0",
+        "tags": {
+            "retained": True,
+            "hash_matched": None,
+            "consumable": None,
+            "selected": True,
+            "reason": None,
+            "field": "",
+        },
     }
+    assert document["for_domain"] is None
     assert document["store"] == live_store.uri and document["next_cursor"] == ""
 
 
@@ -85,6 +102,114 @@ def test_an_unreachable_store_is_exit_code_1() -> None:
     code, out, err = backhaul("checkpoints", f"--store=backhaul://127.0.0.1:{free_port()}")
     assert code == 1 and out == ""
     assert err.count("\n") == 1 and "is `backhaul store` running" in err
+
+
+def test_ages_split_a_listing_in_two(live_store: RunningStore) -> None:
+    domain = live_store.open("ages")
+    live_store.publish(domain, "a")
+    time.sleep(1.0)
+    live_store.publish(domain, "ab")
+    began = time.monotonic()
+    options = ("--domain", domain)
+    _, out, _ = backhaul("checkpoints", f"--store={live_store.uri}", *options, "--json")
+    new, old = (one["age_s"] for one in json.loads(out)["checkpoints"])
+    assert old - new > 0.9
+    older = listed(live_store, *options, f"--older-than={old - 0.001:f}s")
+    newer = listed(live_store, *options, f"--newer-than={old - 0.001:f}s")
+    assert 1 in older and 1 not in newer
+    if time.monotonic() - began < 0.9:  # else both have grown past it meanwhile
+        assert older == [1] and newer == [2]
+
+
+def tagged(store: RunningStore, *options: str) -> dict[int, str]:
+    """Boundary in blocks -> deepest tag, of a listing for a request."""
+    code, out, err = backhaul("checkpoints", "--store", store.uri, "--json", *options)
+    assert code == 0, err
+    found = {}
+    for one in json.loads(out)["checkpoints"]:
+        tags = one["tags"]
+        names = [n for n in ("retained", "hash_matched", "consumable", "selected") if tags[n]]
+        assert bool(tags["reason"]) == (not tags["selected"])
+        found[one["boundary"] // GRID] = names[-1] if names else "none"
+    return found
+
+
+def log_of(folder: Path, domain: str, text: str) -> str:
+    """A request log with one request, whose prompt has these blocks and a token."""
+    line = LoggedRequest(
+        time=0.0,
+        engine="prefill-0",
+        request_id="cmpl-1-0-abcdef12",
+        finish="FINISHED_STOPPED",
+        prompt_tokens=len(text) * GRID + 1,
+        domain=domain,
+        grid_tokens=GRID,
+        boundary_hashes=tuple(one.hex() for one in chain(text)),
+    )
+    (folder / "log.jsonl").write_bytes(msgspec.json.encode(line) + b"\n")
+    return str(folder / "log.jsonl")
+
+
+def test_tags_for_a_request(live_store: RunningStore, tmp_path: Path) -> None:
+    domain = live_store.open("tags")
+    other = live_store.open("tags", kv_dtype="fp8")
+    for tokens in ("m", "mn", "mnX", "Z"):
+        live_store.publish(domain, tokens)
+    live_store.publish(other, "mno")
+    log = log_of(tmp_path, domain, "mnop")
+    options = ("--request=cmpl-1", f"--request-log={log}")
+    mine = {1: "consumable", 2: "selected", 3: "hash_matched"}
+    assert tagged(live_store, *options, f"--domain={other}") == {3: "hash_matched"}
+    assert tagged(live_store, *options, "--tag=consumable") == {1: "consumable", 2: "selected"}
+    assert tagged(live_store, *options, "--tag=selected") == {2: "selected"}
+    assert tagged(live_store, *options, "--tag=hash_matched") == mine
+    assert tagged(live_store, *options, "--tag=hash_matched", "--limit=1") == {3: "hash_matched"}
+    retained = tagged(live_store, *options, "--tag=retained", f"--domain={domain}")
+    assert retained == {1: "retained", 2: "selected", 3: "retained"}  # Z and m: one boundary
+    # For a worker of the other domain, what it holds itself is the one to load.
+    theirs = tagged(live_store, *options, f"--for-domain={other}", "--tag=selected")
+    assert theirs == {3: "selected"}
+    code, out, _ = backhaul("checkpoints", "--store", live_store.uri, *options)
+    assert code == 0 and "hash_matched (domain_mismatch kv_dtype)" in out
+    assert "consumable (shallower)" in out and "retained (hash_mismatch)" in out
+
+
+def test_tags_without_a_request(live_store: RunningStore) -> None:
+    domain, other = live_store.open("untagged"), live_store.open("untagged", kv_dtype="fp8")
+    for tokens in ("a", "ab"):
+        live_store.publish(domain, tokens)
+    live_store.publish(other, "abc")
+    live_store.lookup(domain, "a")
+    options = ("--domain", domain)
+    assert listed(live_store, *options, "--tag=retained") == [2, 1]
+    assert listed(live_store, *options, "--tag=selected") == [1]
+    assert listed(live_store, "--tag=consumable", f"--for-domain={domain}") == [2, 1]
+    assert listed(live_store, "--tag=consumable", f"--for-domain={other}") == [3]
+    assert listed(live_store, "--tag=selected", "--domain", other, f"--for-domain={other}") == []
+    # Pages of what is left of pages: the cursor goes on where the listing ended.
+    options = ("--tag=consumable", f"--for-domain={domain}", "--limit=1")
+    _, out, _ = backhaul("checkpoints", "--store", live_store.uri, "--json", *options)
+    document = json.loads(out)
+    assert [one["boundary"] // GRID for one in document["checkpoints"]] == [2]
+    assert listed(live_store, *options, "--cursor", document["next_cursor"]) == [1]
+    _, out, _ = backhaul(
+        "checkpoints", "--store", live_store.uri, f"--domain={other}", f"--for-domain={domain}"
+    )
+    assert "retained (domain_mismatch kv_dtype)" in out
+
+
+def test_a_tag_that_means_nothing_here_says_what_to_give(live_store: RunningStore) -> None:
+    for options, words in (
+        (("--tag=hash_matched",), "--request"),
+        (("--tag=consumable",), "--for-domain"),
+        (("--tag=retained", "--show=evicted"), "--show"),
+        (("--request=r",), "--request-log"),
+        ((f"--request-log={__file__}",), "--request ID"),
+        (("--request=r", f"--request-log={__file__}"), "is not in"),
+        (("--prompt=-", "--request=r", f"--request-log={__file__}"), "FILE"),
+    ):
+        code, out, err = backhaul("checkpoints", "--store", live_store.uri, *options)
+        assert (code, out) == (2, "") and words in err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize(

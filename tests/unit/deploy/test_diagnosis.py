@@ -13,17 +13,19 @@ from index_kit import make_layout, make_record
 
 from backhaul.deploy.diagnosis import (
     EngineView,
-    Finding,
-    Level,
     check_domains,
     check_engine,
     check_prompts,
+    check_side_by_side,
     check_store,
     check_transports,
-    worst,
 )
 from backhaul.deploy.domain_rows import differences
 from backhaul.deploy.engine_view import parse_metrics
+from backhaul.deploy.findings import Finding, Level, worst
+from backhaul.deploy.retention import INTERVAL
+from backhaul.protocols.layout import GroupKind
+from backhaul.protocols.policy import Policy
 from backhaul.transfer.base import DomainClient, DomainInfo, StoreStats
 from backhaul.transfer.transport_probe import ProbeResult, parse_used
 
@@ -67,9 +69,90 @@ def test_domains_that_differ_in_ranks_alone_are_no_problem_where_they_convert() 
 
 def engine(**fields: Any) -> EngineView:
     cache = {"enable_prefix_caching": "True", "mamba_cache_mode": "align", "block_size": "16"}
-    return EngineView(
-        url="u", **{"version": "0.32", "cache": cache, "has_connector": True} | fields
-    )
+    whole = {"url": "u", "version": "0.32", "cache": cache, "has_connector": True}
+    return EngineView(**whole | fields)
+
+
+def dense_cache() -> dict[str, str]:
+    return {
+        "enable_prefix_caching": "True",
+        "mamba_cache_mode": "align",
+        "mamba_block_size": "528",
+        "block_size": "528",
+        INTERVAL: "None",
+    }
+
+
+BOUNDARY = make_record().layout.boundary_tokens
+
+
+@pytest.mark.parametrize(
+    ("interval", "connector", "level", "words"),
+    [
+        ("0", True, Level.OK, "ends of its policy"),
+        ("0", False, Level.WARNING, "computes the reply before it again"),
+        ("None", True, Level.WARNING, "state at every boundary"),
+        ("None", False, Level.WARNING, "state at every boundary"),
+        (str(BOUNDARY), True, Level.WARNING, "state at every boundary"),
+        (str(8 * BOUNDARY), True, Level.OK, f"every {8 * BOUNDARY} tokens"),
+    ],
+)
+def test_retention_that_defeats_reuse_is_a_warning(
+    interval: str, connector: bool, level: Level, words: str
+) -> None:
+    view = engine(cache=dense_cache() | {INTERVAL: interval}, has_connector=connector)
+    (found,) = [one for one in check_engine(view, make_record()) if "retention" in one.check]
+    assert found.level is level and words in found.says
+
+
+def test_retention_says_how_much_less_fits() -> None:
+    view = engine(cache=dense_cache())
+    (found,) = [one for one in check_engine(view, make_record()) if "retention" in one.check]
+    groups = make_record().layout.groups
+    whole = sum(1 / g.block_tokens for g in groups if g.kind is GroupKind.FULL)
+    share = whole / sum(1 / g.block_tokens for g in groups)
+    assert 0 < share < 1 and f"{share:.0%}" in found.says
+
+
+def test_retention_of_a_model_without_states_and_of_an_engine_that_is_silent() -> None:
+    layout = make_layout()
+    attention = msgspec.structs.replace(layout, groups=layout.groups[:1])
+    assert attention.groups[0].kind is GroupKind.FULL
+    record = msgspec.structs.replace(make_record(), layout=attention)
+    found = check_engine(engine(cache=dense_cache()), record)
+    assert [one.level for one in found if "retention" in one.check] == [Level.OK]
+    silent = check_engine(engine(), make_record())
+    assert not [one for one in silent if "retention" in one.check]
+
+
+@pytest.mark.parametrize("policy", list(Policy))
+def test_a_policy_that_publishes_no_end_of_a_turn_is_a_warning(policy: Policy) -> None:
+    found = check_engine(engine(policy=policy.value), make_record())
+    (one,) = [one for one in found if one.check.endswith(": policy")]
+    assert (one.level is Level.WARNING) == (policy is Policy.MAIN_SPARSE)
+    assert policy.value in one.says
+
+
+@pytest.mark.parametrize(
+    ("policy", "level"),
+    [("fail", Level.WARNING), ("recompute", Level.OK), ("", Level.OK)],
+)
+def test_the_policy_for_failed_loads(policy: str, level: Level) -> None:
+    found = check_engine(engine(failure_policy=policy), make_record())
+    (one,) = [one for one in found if "kv_load_failure_policy" in one.check]
+    assert one.level is level
+    assert (policy or "not visible") in one.says
+    assert ("recompute" in one.todo) == (policy == "fail")
+
+
+def test_engines_side_by_side() -> None:
+    a, b, c = (engine(url=name) for name in ("a", "b", "c"))
+    same, other = info(), info(kv_dtype="fp8", tensor_parallel=2)
+    found = check_side_by_side([(a, same), (b, same), (c, other)])
+    assert [one.level for one in found] == [Level.OK, Level.PROBLEM, Level.PROBLEM]
+    assert "kv_dtype" in found[1].says and "kv_dtype" in found[1].todo
+    assert "a and c" in found[1].says and "b and c" in found[2].says
+    assert check_side_by_side([(a, same)]) == []
 
 
 def test_every_warning_and_problem_says_what_to_do() -> None:
@@ -86,6 +169,13 @@ def test_every_warning_and_problem_says_what_to_do() -> None:
         *check_engine(engine(cache={}, has_connector=False, failure_policy="fail"), None),
         *check_engine(engine(cache={"mamba_block_size": "8"}, domain="x"), None),
         *check_engine(engine(cache={"mamba_cache_mode": "none"}), make_record()),
+        *check_engine(engine(domain="x"), make_record(), "backhaul://other:1"),
+        *check_engine(engine(cache=dense_cache(), policy="main_sparse"), make_record()),
+        *check_engine(engine(cache=dense_cache(), has_connector=False), None),
+        *check_engine(
+            engine(cache=dense_cache() | {INTERVAL: "0"}, has_connector=False), make_record()
+        ),
+        *check_side_by_side([(engine(url="a"), info()), (engine(url="b"), info(kv_dtype="fp8"))]),
     ]
     assert {one.level for one in findings} == set(Level)
     for one in findings:
@@ -149,6 +239,7 @@ def test_an_engines_metrics_are_read_and_judged() -> None:
     facts = parse_metrics(METRICS)
     assert facts["prompts"] == {200.0: 6.0, 500.0: 7.0, math.inf: 20.0}
     assert facts["domain"] == "0123456789abcdef" and facts["has_connector"]
+    assert facts["policy"] == "both"
     found = levels(check_engine(EngineView(url="u", **facts), make_record()))
     assert set(found.values()) == {Level.OK}
 

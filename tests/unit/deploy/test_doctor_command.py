@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import json
+import re
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from store_kit import RunningStore, backhaul, running_store
@@ -20,15 +23,21 @@ def store() -> Iterator[RunningStore]:
         yield store
 
 
-@pytest.fixture
-def engine_url() -> Iterator[str]:
+@contextlib.contextmanager
+def engine_at(domain: str, failure_policy: str = "fail", **cache: str) -> Iterator[str]:
+    """The URL of an HTTP server that answers as a vLLM in this cache domain does."""
+    metrics = METRICS.replace("0123456789abcdef", domain)
+    for name, value in cache.items():
+        metrics = re.sub(f'{name}="[^"]*"', f'{name}="{value}"', metrics)
     pages = {
         "/version": ("application/json", json.dumps({"version": "0.32.0"})),
         "/v1/models": ("application/json", json.dumps({"data": [{"id": "tiny"}]})),
-        "/metrics": ("text/plain", METRICS),
+        "/metrics": ("text/plain", metrics),
         "/server_info": (
             "application/json",
-            json.dumps({"vllm_config": "KVTransferConfig(kv_load_failure_policy='fail')"}),
+            json.dumps(
+                {"vllm_config": f"KVTransferConfig(kv_load_failure_policy='{failure_policy}')"}
+            ),
         ),
     }
 
@@ -46,9 +55,31 @@ def engine_url() -> Iterator[str]:
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-        server.shutdown()
-        thread.join()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.fixture
+def engine_url() -> Iterator[str]:
+    with engine_at("0123456789abcdef") as url:
+        yield url
+
+
+def doctor(store: RunningStore, *options: str) -> tuple[int, dict[str, Any]]:
+    """Exit code and document of the command, without its probe."""
+    code, out, err = backhaul(
+        "doctor", f"--store={store.uri}", f"--store-http=http://{store.http}", "--no-probe",
+        "--json", *options,
+    )  # fmt: skip
+    assert err == "" and code in (0, 1), err
+    return code, json.loads(out)
+
+
+def levels_of(document: dict[str, Any], words: str) -> list[str]:
+    return [one["level"] for one in document["findings"] if words in one["check"]]
 
 
 def test_from_a_healthy_pair_to_a_mismatch(store: RunningStore, engine_url: str) -> None:
@@ -82,6 +113,107 @@ def test_from_a_healthy_pair_to_a_mismatch(store: RunningStore, engine_url: str)
     }
     code, _, err = backhaul(*options, "--no-probe", "--compare", "decode", "nobody")
     assert code == 2 and "fits several" in err and "Traceback" not in err
+
+
+def test_two_engines_are_compared_by_what_they_are_in_now(store: RunningStore) -> None:
+    one = store.open("pair", "prefill-7:scheduler")
+    other = store.open("pair", "decode-7:scheduler", kv_dtype="fp8", hash_probe="ff")
+    store.open("later", "somebody-else:scheduler")
+    store.open("later", "somebody-else:scheduler", kv_dtype="fp8")
+    with engine_at(one) as prefill, engine_at(other) as decode, engine_at(one) as third:
+        code, document = doctor(store, f"--engine={prefill}", f"--engine={decode}")
+        assert code == 1 and document["compared"] == [one, other]
+        assert {row["path"] for row in document["differences"]} == {"kv_dtype", "hash_probe"}
+        assert levels_of(document, "engines side by side") == ["problem"]
+        assert [e["url"] for e in document["engines"]] == [prefill, decode]
+        assert [e["domain"] for e in document["engines"]] == [one, other]
+        # The table names both addresses, and marks the fields.
+        code, out, _ = backhaul(
+            "doctor", f"--store={store.uri}", "--no-probe",
+            f"--engine={prefill}", f"--engine={decode}",
+        )  # fmt: skip
+        assert code == 1 and prefill in out and decode in out
+        assert re.search("≠ +kv_dtype", out) and "prefill-7" in out and "decode-7" in out
+        # Of three engines, the two that differ.
+        _, document = doctor(store, *(f"--engine={u}" for u in (prefill, third, decode)))
+        assert document["compared"] == [one, other]
+        assert levels_of(document, "engines side by side") == ["ok", "problem", "problem"]
+        _, document = doctor(store, f"--engine={prefill}", f"--engine={third}")
+        assert document["compared"] == [one, one] and document["differences"] == []
+        # One engine: against the other domain of its model.
+        _, document = doctor(store, f"--engine={decode}/")
+        assert document["compared"] == [other, one]
+        _, document = doctor(
+            store, f"--engine={prefill}", f"--engine={decode}", "--compare", decode, "prefill-7"
+        )
+        assert document["compared"] == [other, one]
+
+
+def test_engines_with_stores_of_their_own(store: RunningStore) -> None:
+    one = store.open("apart", "prefill-8:scheduler")
+    with running_store() as elsewhere:
+        other = elsewhere.open("apart", "decode-8:scheduler", state_dtypes=("bfloat16",))
+        with engine_at(one) as prefill, engine_at(other) as decode:
+            engines = (f"--engine={prefill}", f"--engine={decode}")
+            code, document = doctor(store, *engines)
+            assert code == 1 and f"engine {decode}: connector" in {
+                one["check"] for one in document["findings"] if "--other-store" in one["todo"]
+            }
+            code, _, err = backhaul(
+                "doctor", f"--store={store.uri}", "--no-probe", *engines,
+                "--compare", decode, prefill,
+            )  # fmt: skip
+            assert code == 2 and "--other-store" in err
+            code, document = doctor(store, *engines, f"--other-store={elsewhere.uri}")
+            assert code == 1 and document["compared"] == [one, other]
+            assert {row["path"] for row in document["differences"]} == {"state_dtypes"}
+            assert [e["known_here"] for e in document["engines"]] == [True, False]
+            assert any(elsewhere.uri in one["says"] for one in document["findings"])
+    gone = f"--other-store={elsewhere.uri}"
+    code, document = doctor(store, gone)
+    assert code == 1 and levels_of(document, f"store {elsewhere.uri}") == ["problem"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("kv_dtype", "fp8"),
+        ("state_dtypes", ("bfloat16",)),
+        ("conv_layout", "DS"),
+        ("quantization", "fp8"),
+        ("revision", "abc"),
+        ("hash_function", "xxhash"),
+        ("cpu_isa", "avx2"),
+        ("speculative_tokens", 2),
+        ("weights", "other"),
+    ],
+)
+def test_each_mismatch_is_named_over_a_real_store(
+    store: RunningStore, field: str, value: Any
+) -> None:
+    one = store.open(f"mismatch-{field}", "a:scheduler")
+    other = store.open(f"mismatch-{field}", "b:scheduler", **{field: value})
+    with engine_at(one) as a, engine_at(other) as b:
+        code, document = doctor(store, f"--engine={a}", f"--engine={b}")
+    assert code == 1 and [row["path"] for row in document["differences"]] == [field]
+    (said,) = [f for f in document["findings"] if f["check"] == "engines side by side"]
+    assert field in said["says"] and said["level"] == "problem"
+    named = [f for f in document["findings"] if f["check"] == "cache domains"]
+    assert any(one in f["says"] and field in f["says"] for f in named)
+
+
+def test_what_an_engine_keeps_and_how_it_fails_reach_the_report(store: RunningStore) -> None:
+    domain = store.open("settings", "a:scheduler")
+    interval = "prefix_cache_retention_interval"
+    with engine_at(domain, "recompute", **{interval: "None"}, policy="main_sparse") as url:
+        _, document = doctor(store, f"--engine={url}")
+    assert levels_of(document, "retention") == ["warning"]
+    assert levels_of(document, ": policy") == ["warning"]
+    assert levels_of(document, "kv_load_failure_policy") == ["ok"]
+    with engine_at(domain, "fail") as url:
+        _, document = doctor(store, f"--engine={url}")
+    assert levels_of(document, "retention") == ["ok"] == levels_of(document, ": policy")
+    assert levels_of(document, "kv_load_failure_policy") == ["warning"]
 
 
 def test_a_store_that_is_down_is_a_problem_not_a_crash() -> None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
-from index_kit import GRID
+from index_kit import GRID, chain
 from store_kit import RunningStore, backhaul, running_store
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from backhaul.deploy.processes import free_port
 from backhaul.deploy.prompts import hash_prompt
+from backhaul.protocols.record import Candidate, LoggedRequest
 
 WORDS = ["[UNK]", *"abcdefghijklmnopqrstuvwxyz"]
 
@@ -62,6 +66,13 @@ def test_a_rewritten_history_is_explained_to_the_token(store: RunningStore, mode
     code, out, _ = backhaul(*options)
     assert code == 0 and "hash_mismatch" in out and "'e f z h'" in out and "--against" in out
 
+    # A log with the tokens of who produced the checkpoint names the token without --against.
+    known = line("d-1", tokens, domain, hashed.hashes, with_tokens=True)
+    log = write_log(model, line("other", tokens[:5], domain, hashed.hashes[:1], True), known)
+    code, out, _ = backhaul(*options, f"--request-log={log}")
+    assert code == 0 and "part at token 6, against request d-1" in out and "very tokens" in out
+    assert "this     'z h" in out and "against  'g h" in out
+
     before = store.catalog.Stats(store_stats_request()).counters
     backhaul(*options)
     assert store.catalog.Stats(store_stats_request()).counters == before
@@ -69,6 +80,114 @@ def test_a_rewritten_history_is_explained_to_the_token(store: RunningStore, mode
     store.open("explained", hash_probe="ff")
     code, _, err = backhaul(*options)
     assert code == 2 and "--domain" in err and domain in err and err.count("\n") == 1
+
+
+def line(
+    request_id: str,
+    tokens: list[int],
+    domain: str,
+    hashes: Sequence[bytes],
+    with_tokens: bool = False,
+    **more: Any,
+) -> LoggedRequest:
+    """A line of the request log."""
+    return LoggedRequest(
+        time=0.0,
+        engine="prefill-0",
+        request_id=request_id,
+        finish="FINISHED_STOPPED",
+        domain=domain,
+        grid_tokens=GRID,
+        boundary_hashes=tuple(one.hex() for one in hashes),
+        token_ids=tuple(tokens) if with_tokens else (),
+        **{"prompt_tokens": len(tokens)} | more,
+    )
+
+
+def write_log(folder: Path, *lines: LoggedRequest) -> str:
+    path = folder / "requests.jsonl"
+    path.write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in lines))
+    return str(path)
+
+
+def test_a_logged_request_is_explained_without_vllm(store: RunningStore, model: Path) -> None:
+    domain = store.open("logged", "decode-0:worker")
+    other = store.open("logged", kv_dtype="fp8")
+    said, asked = "abcd", "abcXe"  # one letter: one block
+    for text in ("a", said):
+        store.publish(domain, text, "decode_end")
+    store.publish(other, "ab", "input_end")
+    earlier = [WORDS.index(letter) for letter in said for _ in range(GRID)]
+    tokens = [*earlier[: 3 * GRID + 1], *[26] * (2 * GRID - 1), 1]
+    candidate = {
+        "boundary": GRID, "kinds": ["decode_end"], "retained": True, "hash_matched": True,
+        "consumable": False, "selected": False, "reason": "unreachable",
+    }  # fmt: skip
+    ran = msgspec.convert([candidate], tuple[Candidate, ...])
+    mine = line("cmpl-2-0-aa", tokens, domain, chain(asked), True, candidates=ran)
+    theirs = line("cmpl-1-0-bb", earlier, domain, chain(said), True)
+    log = write_log(model, theirs, mine)
+    options = (
+        "explain", "--request=cmpl-2", f"--request-log={log}", f"--store={store.uri}",
+        f"--tokenizer={model}",
+    )  # fmt: skip
+    code, out, err = backhaul(*options, "--json")
+    assert code == 0, err
+    document = json.loads(out)
+    assert document["request"]["candidates"][0]["reason"] == "unreachable"  # as it ran
+    tags = {
+        (one["boundary"] // GRID, one["domain"]): (one["selected"], one.get("reason"), one["field"])
+        for one in document["candidates"]
+    }
+    assert tags == {
+        (1, ""): (True, None, ""),
+        (2, other): (False, "domain_mismatch", "kv_dtype"),
+        (4, ""): (False, "hash_mismatch", ""),
+    }
+    assert document["closest_mismatch"]["block"] == [3 * GRID, 4 * GRID]
+    difference = document["difference"]
+    assert difference["position"] == 3 * GRID + 1
+    assert difference["request_id"] == "cmpl-1-0-bb" and difference["has_the_checkpoint"]
+    assert difference["left"].startswith("z z") and difference["right"].startswith("d d")
+    code, out, _ = backhaul(*options)
+    assert code == 0 and "as it ran" in out and "unreachable" in out
+    assert "domain_mismatch (kv_dtype)" in out and f"part at token {3 * GRID + 1}" in out
+
+    # Without the other's tokens, the block, and what would name the token.
+    log = write_log(model, msgspec.structs.replace(theirs, token_ids=()), mine)
+    code, out, _ = backhaul(*options)
+    assert code == 0 and "part at" not in out and "request_log_tokens" in out
+    assert f"one of tokens {3 * GRID} to {4 * GRID - 1}" in out
+    # Without its own, neither the text of the block nor a comparison.
+    write_log(model, theirs, msgspec.structs.replace(mine, token_ids=()))
+    code, out, _ = backhaul(*options)
+    assert code == 0 and "no token ids of this request" in out and "block  " not in out
+    code, _, err = backhaul(*options, f"--against={text_file(model, 'o', 'abc')}")
+    assert code == 2 and "request_log_tokens" in err and err.count("\n") == 1
+
+
+def test_what_the_store_lost_is_still_compared_with_the_log(model: Path) -> None:
+    mine = line("me", [1, 2, 3, 4, 9], "d", [], True)
+    log = write_log(
+        model, line("a", [1, 7], "d", [], True), line("b", [1, 2, 3, 8], "d", [], True), mine
+    )
+    options = ("explain", "--request=me", f"--request-log={log}", "--no-lookup")
+    code, out, _ = backhaul(*options)
+    assert code == 0 and "part at token 3, against request b" in out and "shares most" in out
+
+
+def test_a_request_of_an_unknown_domain(store: RunningStore, model: Path) -> None:
+    log = write_log(model, line("r", [1] * GRID, "feedfeedfeedfeed", chain("a")))
+    options = ("explain", "--request=r", f"--request-log={log}", f"--store={store.uri}")
+    code, _, err = backhaul(*options)
+    assert code == 2 and "feedfeedfeedfeed" in err and "--store" in err and err.count("\n") == 1
+
+
+def test_a_store_that_is_down_still_shows_the_record(model: Path) -> None:
+    log = write_log(model, line("r", [1] * GRID, "d", chain("a")))
+    options = ("explain", "--request=r", f"--request-log={log}")
+    code, out, err = backhaul(*options, f"--store=backhaul://127.0.0.1:{free_port()}")
+    assert code == 1 and "as it ran" in out and "no store answers" in err
 
 
 def store_stats_request() -> object:
@@ -97,7 +216,9 @@ def test_a_request_of_the_log(tmp_path: Path) -> None:
     options = ("explain", "--request=r", f"--request-log={log}")
     code, out, _ = backhaul(*options)
     assert code == 0 and "1056" in out and "hash_mismatch" in out
-    assert json.loads(backhaul(*options, "--json")[1])["candidates"] == [candidate]
+    assert "no fresh lookup" in out  # the line has no hashes
+    document = json.loads(backhaul(*options, "--json")[1])
+    assert document["request"]["candidates"] == [candidate] and "candidates" not in document
 
 
 @pytest.mark.parametrize(

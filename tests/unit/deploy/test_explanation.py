@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backhaul.deploy.explain_command import find_request
 from backhaul.deploy.explanation import CONTEXT_TOKENS, explain, first_difference
 from backhaul.deploy.prompts import PromptReader, parse_token_ids
+from backhaul.deploy.request_lines import find_request
 from backhaul.protocols.checkpoint import CheckpointKind, DomainId, PassedOver, Reason
 from backhaul.protocols.errors import ConfigError
 from backhaul.transfer.base import CheckpointInfo, Visibility
@@ -144,8 +144,18 @@ def test_a_request_is_found_in_a_log_that_is_being_written(tmp_path: Path) -> No
     first, last = {"request_id": "r-1", "n": 1}, {"request_id": "r-1", "n": 2}
     lines = [first, {"request_id": "r-12"}, ["r-1"], last, {"other": "r-1"}]
     log.write_text("\n".join(map(json.dumps, lines)) + '\n{"request_id": "r-1", "n"')
-    assert find_request(log, "r-1") == last
+    assert find_request([str(log)], "r-1").raw == last
     with pytest.raises(ConfigError, match="not in"):
-        find_request(log, "r-2")
+        find_request([str(log)], "r-2")
     with pytest.raises(ConfigError, match="cannot be read"):
-        find_request(tmp_path / "absent", "r-1")
+        find_request([str(tmp_path / "absent")], "r-1")
+
+
+def test_what_can_be_converted_is_consumable_and_what_cannot_names_the_field() -> None:
+    infos = [info(1), info(3, domain=OTHER), info(2, domain=DomainId("third"))]
+    found = explain(infos, MINE, 10, {OTHER: "", DomainId("third"): "kv_dtype"}).candidates
+    by_boundary = {one.boundary: one for one in found}
+    assert by_boundary[3].selected and by_boundary[3].field == ""
+    assert by_boundary[2].reason is Reason.DOMAIN_MISMATCH
+    assert (by_boundary[2].field, by_boundary[2].domain) == ("kv_dtype", "third")
+    assert by_boundary[1].passed_over is PassedOver.SHALLOWER

@@ -16,6 +16,7 @@ import httpx
 import psutil
 import pytest
 
+from backhaul.deploy.arguments import option_pair
 from backhaul.deploy.engines import Engine, EngineSpec
 from backhaul.deploy.processes import free_port
 from backhaul.deploy.up import ProxyService, UpPlan, make_services
@@ -191,3 +192,38 @@ def test_an_engine_that_does_not_start_is_named(tmp_path: Path, ups: list[Up]) -
     assert "cannot start" in up.text()
     assert re.search(r"(prefill|decode)-0 exited with code 1", up.text())
     assert "Traceback" not in up.text()
+
+
+def test_options_of_the_connector_reach_every_engine(tmp_path: Path) -> None:
+    services = make_services(plan(tmp_path, connector_options={"policy": "auto"}))
+    for engine in (*services.prefill, *services.decode):
+        config = engine.spec.kv_transfer_config
+        assert config is not None
+        ours = config["kv_connector_extra_config"]["connectors"][1]  # type: ignore[index]
+        assert ours["kv_connector_extra_config"]["policy"] == "auto"
+        assert ours["kv_connector_extra_config"]["store"].startswith("backhaul://")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"connector_options": {"polcy": "auto"}}, "unknown option 'polcy'"),
+        ({"connector_options": {"policy": "never"}}, "'policy'"),
+        ({"connector_options": {"store": "x"}}, "the store is the one started here"),
+        ({"connector_options": {"policy": "auto"}, "with_backhaul": False}, "--no-backhaul"),
+    ],
+)
+def test_options_of_the_connector_are_checked_before_anything_starts(
+    tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        plan(tmp_path, **changes)
+
+
+def test_an_option_is_json_or_text() -> None:
+    pairs = {"policy=auto": "auto", "lookup_timeout_s=2": 2, 'publish_on=["stop"]': ["stop"]}
+    for text, value in pairs.items():
+        assert option_pair("--connector-option", text) == (text.partition("=")[0], value)
+    for wrong in ("policy", "=auto", ""):
+        with pytest.raises(ConfigError, match="NAME=VALUE"):
+            option_pair("--connector-option", wrong)

@@ -186,6 +186,36 @@ def test_what_one_request_says(candidates: list[Any], seen: Observation) -> None
     assert observe(reversed(candidates)) == seen
 
 
+@pytest.mark.parametrize(
+    ("candidates", "seen"),
+    [
+        ([], Observation(False, False)),
+        ([candidate(64, D)], Observation(False, False)),
+        ([candidate(64, U)], Observation(False, True)),
+        ([candidate(128, D)], Observation(True, False)),
+        ([candidate(128, D, reason=REWRITTEN), candidate(64, U)], Observation(False, True)),
+    ],
+)
+def test_a_request_that_goes_on_from_where_a_decode_end_was_chosen(
+    candidates: list[Any], seen: Observation
+) -> None:
+    assert observe(candidates, continues=64) == seen
+
+
+def test_a_continuation_is_recognised_once_and_by_the_deepest_it_goes_on_from() -> None:
+    matches = MatchHistory(keys_max=2)
+    matches.expect(b"2", 128, 200)
+    matches.expect(b"4", 256, 300)
+    assert matches.continued([b"5", b"3", b"1"], 400) is None
+    assert matches.continued([b"4", b"3", b"2"], 300) is None, "the same request again"
+    assert matches.continued([b"5", b"4", b"3", b"2"], 400) == 256
+    assert matches.continued([b"5", b"4", b"3", b"2"], 400) == 128
+    assert matches.continued([b"5", b"4", b"3", b"2"], 400) is None
+    for name in (b"a", b"b", b"c"):
+        matches.expect(name, 64, 100)
+    assert matches.continued([b"a"], 200) is None, "the oldest gave way"
+
+
 def test_pairs_are_counted_apart() -> None:
     matches = MatchHistory()
     matches.add("t", "a", Observation(True))

@@ -162,12 +162,32 @@ def test_a_name_that_is_set_again_elsewhere_is_not_refused() -> None:
     assert suffix(source) == "<asst>"
 
 
-def test_a_mark_that_is_lost_on_the_way_makes_it_unknown() -> None:
-    made = environment()
-    made.finalize = lambda value: str.__str__(value) + ""
-    template = MarkedTemplate("a{{ '<b>' if add_generation_prompt }}", made)
+@pytest.mark.parametrize(
+    "guard",
+    ["{{ '<b>' if add_generation_prompt }}", "{% if add_generation_prompt %}<b>{% endif %}"],
+)
+def test_a_mark_that_is_lost_on_the_way_makes_it_unknown(guard: str) -> None:
+    """Escaped output is made anew."""
+    source = "{% autoescape true %}a" + guard + "{% endautoescape %}"
+    template = MarkedTemplate(source, environment())
+    assert template.reason is None
     rendering = template.render(add_generation_prompt=True)
-    assert rendering == Rendering("a<b>", None, Reason.REFUSED)
+    text = plain(source, add_generation_prompt=True)
+    assert rendering == Rendering(text, None, Reason.REFUSED)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"finalize": lambda value: value}, {"autoescape": True}],
+    ids=["finalize", "autoescape"],
+)
+def test_output_that_the_environment_makes_anew_is_refused(changes: dict[str, Any]) -> None:
+    made = environment()
+    for name, value in changes.items():
+        setattr(made, name, value)
+    template = MarkedTemplate(LOOP + "{{ '<b>' if add_generation_prompt }}", made)
+    assert template.reason is Reason.REFUSED
+    assert template.render(messages=MESSAGES, add_generation_prompt=True) is None
 
 
 def test_without_a_guard_nothing_is_claimed() -> None:

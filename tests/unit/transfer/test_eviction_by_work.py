@@ -139,7 +139,7 @@ def test_marconi_without_alpha_is_lru_but_for_shared_ones(
 ) -> None:
     driver = history([(t, False, s) for t, _, s in publications], work)
     visible = list(driver.index.checkpoints.visible)
-    lru = LeastRecentlyUsed().order(visible, driver.now)
+    lru = list(LeastRecentlyUsed().order(visible, driver.now))
     expected = sorted(lru, key=lambda one: len(one.children) > 1)
     assert Marconi(alpha=0.0).order(visible, driver.now) == expected
 
@@ -151,7 +151,7 @@ def test_where_all_are_equally_efficient_saved_work_is_lru(uses: list[tuple[str,
         driver.publish(tokens)
         driver.now += seconds
     visible = list(driver.index.checkpoints.visible)
-    lru = LeastRecentlyUsed().order(visible, driver.now)
+    lru = list(LeastRecentlyUsed().order(visible, driver.now))
     assert SavedWorkPerByte().order(visible, driver.now) == lru
 
 
@@ -161,10 +161,10 @@ def test_an_order_is_a_permutation_and_changes_nothing(
 ) -> None:
     driver = history(publications, PrefillWork(1e9, 1e3))
     visible = list(driver.index.checkpoints.visible)
-    ordered = strategy.order(visible, driver.now)
+    ordered = list(strategy.order(visible, driver.now))
     assert sorted(map(id, ordered)) == sorted(map(id, visible))
-    assert strategy.order(list(reversed(visible)), driver.now) == ordered, "ties are broken"
-    assert strategy.order([], driver.now) == []
+    assert list(strategy.order(list(reversed(visible)), driver.now)) == ordered, "ties are broken"
+    assert list(strategy.order([], driver.now)) == []
     driver.index.check()
 
 
@@ -199,7 +199,7 @@ def test_the_end_of_the_last_users_message_outlives_the_tool_loop_after_it(
         driver.now += 1
         driver.publish(tokens, DECODE)
     driver.now += 1
-    ordered = strategy.order(list(driver.index.checkpoints.visible), driver.now)
+    ordered = list(strategy.order(list(driver.index.checkpoints.visible), driver.now))
     assert ordered[-1].user_turn
 
 

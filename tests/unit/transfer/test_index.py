@@ -71,9 +71,38 @@ def test_a_commit_names_what_is_missing_and_registers_nothing() -> None:
     grants = driver.reserve("p", keys)
     result = driver.commit("p", grants[:-1], manifest_of("ab"))
     assert result.missing == (keys[-1],) and not result.visible
-    assert driver.lookup("ab").matches == ()
+    (part,) = driver.lookup("ab").matches
+    assert (part.boundary, part.reason) == (2 * GRID, Reason.STATE_MISSING)
+    assert (part.retained, part.hash_matched, part.kinds) == (False, False, ())
     assert driver.commit("p", grants[-1:], manifest_of("ab")).visible
     assert driver.consumable("ab") == [2]
+
+
+def test_a_state_without_its_attention_is_no_checkpoint() -> None:
+    driver = Driver()
+    grants = driver.reserve("p", keys_of(driver.layout, "ab"))
+    driver.commit("p", grants[-1:])
+    (part,) = driver.lookup("abc").matches
+    assert (part.boundary, part.reason) == (2 * GRID, Reason.ATTENTION_MISSING)
+    assert driver.index.stats().counters["unconsumable_attention_missing"] == 1
+    driver.commit("p", grants[:1])
+    deeper, shallower = driver.lookup("abc").matches
+    assert (deeper.boundary, deeper.reason) == (2 * GRID, Reason.ATTENTION_MISSING)
+    assert (shallower.boundary, shallower.reason) == (GRID, Reason.STATE_MISSING)
+    driver.commit("p", grants[1:-1])
+    assert driver.lookup("abc").matches == (), "all is there and nothing was made of it"
+
+
+def test_a_branch_has_the_attention_that_it_shares_and_no_state() -> None:
+    driver = Driver()
+    driver.publish("a")
+    driver.publish("abcd")
+    found = driver.lookup("abcx").matches
+    assert [(match.boundary // GRID, match.reason) for match in found] == [
+        (4, Reason.HASH_MISMATCH),
+        (3, Reason.STATE_MISSING),
+        (1, None),
+    ]
 
 
 def test_attention_may_be_streamed_ahead() -> None:
@@ -718,7 +747,8 @@ def test_one_hash_cannot_end_at_two_boundaries() -> None:
     wrong = type(manifest_of("ab"))(boundary=GRID, hashes=(second,), kinds=(DECODE,))
     with pytest.raises(StoreRejected, match="ends at 8 tokens, not at 4"):
         driver.commit("p", [], wrong)
-    assert driver.index.lookup(driver.domain, [second, first], 0, 1.0, 0.0).matches == ()
+    swapped = driver.index.lookup(driver.domain, [second, first], 0, 1.0, 0.0)
+    assert not any(match.retained for match in swapped.matches) and swapped.lease is None
 
 
 def test_a_rank_commits_only_its_own_objects() -> None:

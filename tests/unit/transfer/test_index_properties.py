@@ -50,6 +50,7 @@ PUBLICATIONS = st.sampled_from([PublicationId(name) for name in "pqrs"])
 ALL_PREFIXES = ["".join(p) for n in range(1, 5) for p in itertools.product("ab", repeat=n)]
 PREFIXES = st.sampled_from(ALL_PREFIXES)
 KINDS = st.sampled_from(list(CheckpointKind))
+PARTS = (Reason.STATE_MISSING, Reason.ATTENTION_MISSING)
 TTL_S = 20.0
 LEASE_MAX_S = 30.0
 STRATEGIES = st.builds(
@@ -261,6 +262,7 @@ class IndexMachine(RuleBasedStateMachine):
         for match in answer.matches:
             self.check_tags(self.domains[domain], prefix, match)
         self.check_extent(self.domains[domain], prefix, answer)
+        self.check_incomplete(self.domains[domain], prefix, above * GRID, answer)
         assert (answer.lease is not None) == bool(consumable and lease_s)
         deepest = consumable[0].boundary if consumable else above * GRID
         assert answer.awaited is None or answer.awaited.boundary > deepest
@@ -299,6 +301,32 @@ class IndexMachine(RuleBasedStateMachine):
             assert not match.retained and not homes
         else:
             assert match.consumable
+
+    def check_incomplete(
+        self, domain: DomainId, prefix: str, above: int, answer: LookupAnswer
+    ) -> None:
+        """What is said to be missing is, the rest of it is there, and each is said once."""
+        objects = self.index.domains[domain].objects
+        hashes = chain(prefix)
+
+        def whole(group: int, boundary: int) -> bool:
+            keys = [ObjectKey(r, group, hashes[boundary // GRID - 1]) for r in range(2)]
+            return all(key in objects and objects[key].committed for key in keys)
+
+        attention = 0
+        while attention < len(prefix) * GRID and whole(0, attention + GRID):
+            attention += GRID
+        states = [b for b in range(GRID, len(prefix) * GRID + 1, GRID) if whole(1, b)]
+        joint = max((m.boundary for m in answer.matches if m.consumable), default=0)
+        expected = set()
+        if attention > max(joint, above) and attention not in states:
+            expected.add((attention, Reason.STATE_MISSING))
+        if states and states[-1] > max(joint, above, attention):
+            expected.add((states[-1], Reason.ATTENTION_MISSING))
+        said = {(m.boundary, m.reason) for m in answer.matches if m.reason in PARTS}
+        others = {m.boundary for m in answer.matches if m.reason not in PARTS}
+        assert said == {one for one in expected if one[0] not in others}
+        assert all(not m.kinds for m in answer.matches if m.reason in PARTS)
 
     def check_extent(self, domain: DomainId, prefix: str, answer: LookupAnswer) -> None:
         """Attention and state reach at least as far as both together, and no further than their

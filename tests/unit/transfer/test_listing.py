@@ -111,6 +111,35 @@ def test_common_tokens_is_the_longest_common_prefix(prompt: str, prefixes: list[
     assert common == sorted(common, reverse=True)
 
 
+@given(LETTERS, st.lists(LETTERS, min_size=1, max_size=6, unique=True), st.data())
+def test_common_tokens_ends_at_the_last_hash_that_is_known(
+    prompt: str, prefixes: list[str], data: st.DataObject
+) -> None:
+    driver = Driver()
+    for prefix in prefixes:
+        driver.publish(prefix)
+    known = data.draw(st.sets(st.integers(0, len(prompt) - 1))) if prompt else set()
+    hashes = [one if i in known else b"" for i, one in enumerate(chain(prompt))]
+    query = ListQuery(prefix_hashes=tuple(hashes) or (b"",))
+    for info in driver.index.query_checkpoints(query, driver.now).checkpoints:
+        (prefix,) = [one for one in prefixes if chain(one)[-1] == info.block_hash]
+        same = [a == b for a, b in zip(prefix, prompt, strict=False)]
+        shared = same.index(False) if False in same else len(same)
+        expected = max((block + 1 for block in known if block < shared), default=0)
+        assert info.common_tokens == expected * GRID
+
+
+def test_only_what_was_hit_often_enough() -> None:
+    driver = Driver()
+    for tokens, hits in (("a", 0), ("ab", 1), ("abc", 2)):
+        driver.publish(tokens)
+        for _ in range(hits):
+            driver.lookup(tokens)
+    for hits_min, boundaries in ((0, [3, 2, 1]), (1, [3, 2]), (2, [3]), (3, [])):
+        page = driver.index.query_checkpoints(ListQuery(hits_min=hits_min), driver.now)
+        assert [info.boundary // GRID for info in page.checkpoints] == boundaries
+
+
 def test_listing_counts_as_no_use() -> None:
     driver = Driver()
     driver.publish("ab")

@@ -1,0 +1,144 @@
+"""The tags of listed checkpoints, for a request and a target worker or without either."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+from backhaul.deploy.explanation import tag as tag_for_prompt
+from backhaul.deploy.prompt_lookup import LIMIT, Subject, differing_fields, look_up
+from backhaul.protocols.checkpoint import DomainId, Reason
+from backhaul.transfer.base import CheckpointInfo, DomainInfo, Visibility
+
+if TYPE_CHECKING:
+    from backhaul.transfer.backends.inspector import StoreInspector
+    from backhaul.transfer.listing import ListQuery
+
+
+class Tags(NamedTuple):
+    """A checkpoint's tags; None where one means nothing without a request or a worker.
+
+    ``selected`` without a request: some lookup so far found it the deepest consumable one.
+    ``reason``: why it is not consumable, or was passed over; ``field``: of a domain mismatch.
+    """
+
+    retained: bool
+    hash_matched: bool | None
+    consumable: bool | None
+    selected: bool
+    reason: str | None = None
+    field: str = ""
+
+    @property
+    def shown(self) -> str:
+        """The deepest tag, and why not the next one, where a request or a worker is meant."""
+        if self.consumable is None:
+            return "-"
+        why = f" ({self.reason}{f' {self.field}' if self.field else ''})" if self.reason else ""
+        for name in ("selected", "consumable", "hash_matched", "retained"):
+            if getattr(self, name) and not (name == "selected" and self.hash_matched is None):
+                return name + why
+        return f"none{why}"
+
+
+class TaggedPage(NamedTuple):
+    """A page of a listing with each checkpoint's tags."""
+
+    checkpoints: tuple[CheckpointInfo, ...]
+    tags: tuple[Tags, ...]
+    next_cursor: str = ""
+
+
+def tagged_without(
+    inspector: StoreInspector,
+    domains: list[DomainInfo],
+    target: DomainInfo | None,
+    query: ListQuery,
+    wanted: str | None,
+) -> TaggedPage:
+    """A page without a request: ``query`` already asks for what was selected. ``consumable`` is
+    what a worker of ``target`` could load for a request with that very prefix."""
+    fields = differing_fields(domains, target) if target else {}
+    rows: list[tuple[CheckpointInfo, Tags]] = []
+    while True:
+        page = inspector.page(query)
+        for info in page.checkpoints:
+            tags = _tags_without(info, target, fields)
+            if wanted != "consumable" or tags.consumable:
+                rows.append((info, tags))
+        left = query.limit - len(rows)
+        if not page.next_cursor or left <= 0:
+            infos = tuple(info for info, _ in rows)
+            return TaggedPage(infos, tuple(tags for _, tags in rows), page.next_cursor)
+        # Whole pages only, so that the last one's cursor goes on where this listing ends.
+        query = dataclasses.replace(query, limit=left, cursor=page.next_cursor)
+
+
+def _tags_without(
+    info: CheckpointInfo, target: DomainInfo | None, fields: Mapping[DomainId, str]
+) -> Tags:
+    retained = info.visibility is Visibility.VISIBLE
+    selected = retained and info.hits > 0
+    if target is None:
+        return Tags(retained, hash_matched=None, consumable=None, selected=selected)
+    reason = None
+    if not retained:
+        evicted = info.visibility is Visibility.EVICTED
+        reason = Reason.EVICTED if evicted else Reason.UNCOMMITTED
+    elif info.domain != target.id and fields.get(info.domain) != "":
+        reason = Reason.DOMAIN_MISMATCH
+    return Tags(
+        retained,
+        hash_matched=None,
+        consumable=reason is None,
+        selected=selected,
+        reason=reason,
+        field=fields.get(info.domain, "") if reason is Reason.DOMAIN_MISMATCH else "",
+    )
+
+
+def tagged_for(
+    inspector: StoreInspector,
+    subject: Subject,
+    domains: list[DomainInfo],
+    target: DomainInfo,
+    query: ListQuery,
+    wanted: str | None,
+    cache_salt: str,
+) -> TaggedPage:
+    """Checkpoints with their tags for a prompt and a worker of ``target``, those that share most
+    first; ``wanted``: only those with this tag. Filters other than the tag are the query's; which
+    one is selected does not depend on them. Of more than ``LIMIT`` the rest is not seen."""
+    everything = look_up(
+        inspector,
+        subject,
+        target,
+        cache_salt=cache_salt,
+        visibilities=query.visibilities | {Visibility.VISIBLE},
+    )
+    fields = differing_fields(domains, target)
+    candidates = tag_for_prompt(everything, target.id, subject.prompt_tokens, fields)
+    rows = []
+    for info, one in zip(everything, candidates, strict=True):
+        tags = Tags(
+            retained=one.retained,
+            hash_matched=one.hash_matched,
+            consumable=one.consumable,
+            selected=one.selected,
+            reason=one.reason or one.passed_over,
+            field=one.field,
+        )
+        if _fits(query, info) and (wanted is None or getattr(tags, wanted)):
+            rows.append((info, tags))
+    rows = rows[: query.limit or LIMIT]
+    return TaggedPage(tuple(info for info, _ in rows), tuple(tags for _, tags in rows))
+
+
+def _fits(query: ListQuery, info: CheckpointInfo) -> bool:
+    return (
+        info.visibility in query.visibilities
+        and info.domain.startswith(query.domain_prefix)
+        and (not query.kinds or not query.kinds.isdisjoint(info.kinds))
+        and query.age_min_s <= info.age_s <= query.age_max_s
+    )

@@ -1,0 +1,115 @@
+"""What `backhaul explain` found, for people."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from backhaul.deploy.terminal import format_age
+
+_TAGS = ("retained", "hash_matched", "consumable", "selected")
+
+
+def print_request(record: Mapping[str, Any]) -> None:
+    """A line of the request log: what was known when the request ran."""
+    print(f"request {record['request_id']}, engine {record.get('engine') or '-'}: as it ran")
+    for name in ("prompt", "local", "loaded", "other", "recomputed"):
+        if f"{name}_tokens" in record:
+            print(f"  {name + ' tokens':<18}{record[f'{name}_tokens']:>8}")
+    if record.get("reason"):
+        print(f"nothing was loaded: {record['reason']}")
+    print_candidates([one for one in record.get("candidates", ()) if isinstance(one, dict)])
+
+
+def print_lookup(document: Mapping[str, Any]) -> None:
+    """A fresh lookup, and the closest checkpoint that does not match."""
+    grid, length = document["boundary_tokens"], document["prompt_tokens"]
+    print(f"{length} tokens, domain {document['domain']}, boundaries every {grid} tokens: now")
+    if length <= grid:
+        print("The prompt ends before the first boundary, so it can reuse nothing.")
+    print_candidates(document["candidates"])
+    if document["strangers"]:
+        print(f"At least {document['strangers']} more share not even the first block.")
+    closest = document["closest_mismatch"]
+    if closest is None:
+        return
+    first, end = closest["block"]
+    print(
+        f"\nClosest that does not match: {','.join(closest['kinds'])} at {closest['boundary']} of "
+        f"{closest['producer'] or 'an unknown producer'}, {format_age(closest['age_s'])} old.\n"
+        f"Both share the first {closest['common_tokens']} tokens."
+    )
+    if first >= length:
+        print("The prompt ends there; the checkpoint goes on.")
+        return
+    print(f"The first other token is one of tokens {first} to {end - 1} of this prompt.")
+    if closest["prompt_block"]:
+        print(f"  before   {closest['before']!r}\n  block    {closest['prompt_block']!r}")
+
+
+def print_candidates(candidates: list[dict[str, Any]]) -> None:
+    """A table of candidates with their tags and the one reason."""
+    if not candidates:
+        print("The store knows no checkpoint that shares a block with this prompt.")
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for name in ("tokens", "ends", *_TAGS, "why not", "age"):
+        table.add_column(name, justify="right" if name in ("tokens", "age") else "left")
+    for one in candidates:
+        field = f" ({one['field']})" if one.get("field") else ""
+        table.add_row(
+            str(one.get("boundary", "-")),
+            ",".join(one.get("kinds", ())) or "-",
+            *("yes" if one.get(tag) else "no" for tag in _TAGS),
+            str(one.get("reason") or one.get("passed_over") or "") + field,
+            format_age(float(one.get("age_s", 0.0))),
+        )
+    Console(highlight=False, width=None if sys.stdout.isatty() else 160).print(table)
+
+
+def print_difference(difference: Mapping[str, Any] | None, length: int) -> None:
+    """The first token that differs from another prompt or a logged request."""
+    if difference is None:
+        print(f"\nBoth prompts are the same {length} tokens.")
+        return
+    print(f"\nThe prompts part at token {difference['position']}{_whose(difference)}:")
+    print(f"  before   {difference['before']!r}")
+    for name, side in (("this", "left"), ("against", "right")):
+        text, ids = difference[side], list(difference[f"{side}_ids"])
+        print(f"  {name:<8} " + (f"{text!r}  {ids}" if ids else "(ends here)"))
+
+
+def _whose(difference: Mapping[str, Any]) -> str:
+    request = difference.get("request_id")
+    if not request:
+        return ""
+    what = (
+        "which has the closest checkpoint's very tokens"
+        if difference["has_the_checkpoint"]
+        else "the one of the log that shares most; it need not be what the store keeps"
+    )
+    return f", against request {request} of engine {difference['engine'] or '-'} ({what})"
+
+
+def print_how_to_name_the_token(*, asked_logs: bool, own_tokens: bool) -> None:
+    """What is missing before the very token can be shown."""
+    if not own_tokens:
+        print(
+            "The log has no token ids of this request: engines log them with "
+            '"request_log_tokens": true.'
+        )
+    elif asked_logs:
+        print(
+            "No request of the log has that checkpoint's token ids: engines log them with "
+            '"request_log_tokens": true, D_end is in the decode engine\'s log. Or give the other '
+            "prompt with --against FILE."
+        )
+    else:
+        print(
+            "The store keeps hashes, no tokens. --against FILE with the other prompt names the "
+            'very token, or --request-log FILE of engines with "request_log_tokens": true.'
+        )

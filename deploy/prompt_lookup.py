@@ -1,0 +1,161 @@
+"""A prompt, from a file or a logged request, looked up in a store without counting as a use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from backhaul.deploy.request_lines import RequestLine, find_request
+from backhaul.protocols.errors import ConfigError
+
+if TYPE_CHECKING:
+    from backhaul.deploy.prompts import PromptReader
+    from backhaul.protocols.checkpoint import CheckpointKind, DomainId
+    from backhaul.transfer.backends.inspector import StoreInspector
+    from backhaul.transfer.base import CheckpointInfo, DomainInfo, Visibility
+
+LIMIT = 1_000
+"""Checkpoints asked for, those that share most first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What is looked up.
+
+    Attributes:
+        prompt_tokens: its length.
+        tokens: its token ids; empty where a logged request's were not logged.
+        request: the request, where it comes from a log.
+    """
+
+    prompt_tokens: int
+    tokens: list[int]
+    request: RequestLine | None = None
+
+
+def find_subject(
+    prompt: str, request: str, request_logs: Sequence[str], reader: PromptReader
+) -> Subject:
+    """The prompt in a file, or that of a logged request. Raises ``ConfigError``."""
+    if bool(request) == bool(prompt):
+        raise ConfigError("give a prompt's FILE, or --request ID together with --request-log FILE")
+    if not request:
+        tokens = reader.read(prompt)
+        return Subject(prompt_tokens=len(tokens), tokens=tokens)
+    if not request_logs:
+        raise ConfigError("--request ID is looked for in a log: give --request-log FILE")
+    line = find_request(request_logs, request)
+    return Subject(prompt_tokens=line.prompt_tokens, tokens=line.prompt, request=line)
+
+
+def make_reader(tokenizer: str | None, *, special_tokens: bool) -> PromptReader:
+    """A reader of prompts. Raises ``ConfigError``."""
+    from backhaul.deploy.prompts import PromptReader
+
+    return PromptReader(Path(tokenizer) if tokenizer else None, special_tokens=special_tokens)
+
+
+def choose_domain(domains: list[DomainInfo], wanted: str, option: str = "--domain") -> DomainInfo:
+    """The domain whose id starts with ``wanted``, or the only one. Raises ``ConfigError``."""
+    fitting = [one for one in domains if one.id.startswith(wanted.lower())]
+    if len(fitting) == 1:
+        return fitting[0]
+    known = "; ".join(
+        f"{one.id} ({', '.join(client.name for client in one.clients[:3]) or 'no client'})"
+        for one in domains
+    )
+    if not domains:
+        raise ConfigError("no engine has opened a cache domain in this store: nothing to look up")
+    raise ConfigError(f"{option} {wanted!r} fits {len(fitting)} domains, choose one of: {known}")
+
+
+def domain_of(
+    domains: list[DomainInfo], subject: Subject, wanted: str, option: str = "--domain"
+) -> DomainInfo:
+    """The target worker's domain: the one that is wanted, else that of the logged request, else
+    the only one. Raises ``ConfigError``."""
+    logged = subject.request.domain if subject.request else ""
+    if not wanted and logged and not any(one.id == logged for one in domains):
+        raise ConfigError(
+            f"this store does not know domain {logged} of the request's engine: give the engine's "
+            "--store"
+        )
+    return choose_domain(domains, wanted or logged, option)
+
+
+def differing_fields(domains: list[DomainInfo], target: DomainInfo) -> dict[DomainId, str]:
+    """Other domain -> the first field that keeps its bytes from a worker of ``target``; "" where
+    they can be converted."""
+    from backhaul.protocols.comparison import Verdict, compare
+
+    fields = {}
+    for other in domains:
+        found = compare(target.record, other.record)
+        if found.verdict is Verdict.CONVERTIBLE:
+            fields[other.id] = ""
+        elif found.verdict is Verdict.MISMATCH:
+            causes = [one.path for one in found.causes if not one.conversion]
+            fields[other.id] = (causes or [found.differences[0].path])[0]
+    return fields
+
+
+def look_up(
+    inspector: StoreInspector,
+    subject: Subject,
+    target: DomainInfo,
+    *,
+    cache_salt: str = "",
+    visibilities: frozenset[Visibility],
+    kinds: frozenset[CheckpointKind] = frozenset(),
+    domain_prefix: str = "",
+    age_min_s: float = 0.0,
+    age_max_s: float = float("inf"),
+) -> tuple[CheckpointInfo, ...]:
+    """At most ``LIMIT`` checkpoints with the tokens that each shares with the prompt, the longest
+    first. Raises ``ConfigError`` where the prompt cannot be hashed as in that domain."""
+    from backhaul.transfer.listing import ListQuery
+
+    query = ListQuery(
+        # A prompt below one block has no hash; any other makes it a listing along a prompt.
+        prefix_hashes=_hashes(subject, target, cache_salt) or (b"none",),
+        visibilities=visibilities,
+        kinds=kinds,
+        domain_prefix=domain_prefix,
+        age_min_s=age_min_s,
+        age_max_s=age_max_s,
+        limit=LIMIT,
+    )
+    return inspector.page(query).checkpoints
+
+
+def _hashes(subject: Subject, target: DomainInfo, cache_salt: str) -> tuple[bytes, ...]:
+    """A request's own hashes, which its engine computed, adapters, images and salt included; else
+    those that vLLM computes of the tokens here."""
+    from backhaul.deploy.prompts import hash_prompt
+
+    record = target.record
+    if subject.request is not None:
+        line = subject.request
+        if not line.grid_tokens:
+            raise ConfigError(
+                f"the log has no hashes of request {line.request_id}: it was written by an older "
+                "Backhaul; --no-lookup shows its record"
+            )
+        if line.grid_tokens % record.layout.hash_tokens:
+            raise ConfigError(
+                f"domain {target.id} hashes {record.layout.hash_tokens} tokens, which does not "
+                f"divide the boundaries every {line.grid_tokens} tokens of the request's engine: "
+                "leave out the domain"
+            )
+        return line.sparse_hashes(record.layout.hash_tokens)
+    hashes = hash_prompt(
+        subject.tokens, record.hash_function, record.layout.hash_tokens, cache_salt
+    )
+    if hashes.probe != record.hash_probe:
+        raise ConfigError(
+            f"{record.hash_function} hashes differently here than in domain {target.id}: run "
+            "this with the engines' PYTHONHASHSEED and vLLM"
+        )
+    return hashes.hashes
