@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import enum
+import math
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -18,7 +20,12 @@ from backhaul.protocols.policy import Policy
 from backhaul.transfer.daemon.settings import CAPACITY_MIN_BYTES, parse_bytes
 from backhaul.transfer.strategies import Eviction
 
-bench = typer.Typer(no_args_is_help=True, help="Experiments on real engines.")
+
+class Experiment(enum.StrEnum):
+    """What can be run."""
+
+    REUSE = "reuse"
+
 
 POLICIES = (NOTHING, *(policy.value for policy in Policy if policy is not Policy.BOUNDARIES))
 """Compared unless others are named. ``boundaries`` needs an application that supplies them."""
@@ -29,13 +36,10 @@ SMALL = Sizes(
 """Sizes for engines on processor cores: a few seconds per arm."""
 
 
-@bench.callback()
-def _group() -> None:
-    """Experiments on real engines."""
-
-
-@bench.command("reuse")
-def reuse(
+def bench(
+    experiment: Annotated[
+        Experiment, typer.Argument(metavar="EXPERIMENT", help="Which one: reuse.")
+    ],
     output: Annotated[
         Path,
         typer.Argument(
@@ -87,18 +91,23 @@ def reuse(
         ),
     ] = None,
 ) -> None:
-    """Policy x budget x workload on a real prefill/decode pair, as JSON lines and a report.
+    """Run an experiment on real engines. reuse: policy x budget x workload on a prefill/decode
+    pair, as JSON lines and a report.
 
-    Arms are interleaved and repeated; an interrupted run continues where it stopped. Exit code 0:
-    all arms are done; 1: an engine or the store failed; 2: an option is wrong; 130: interrupted.
+    Arms are interleaved and repeated; an interrupted run continues where it stopped.
 
     Example: backhaul bench reuse results --workload tool_loop --budget capacity=4MiB
+
+    Exit code 0: all arms are done; 1: an engine or the store failed; 2: an argument is wrong; 130:
+    interrupted.
     """
     from rich.console import Console
 
     from backhaul.benchmarks.reuse.run import MODEL, run_matrix
     from backhaul.deploy.processes import ServiceError
 
+    if not math.isfinite(scale):  # compares as in range
+        raise ConfigError(f"--scale is {scale}: give a factor, e.g. 2")
     sizes = Sizes(
         **{
             **{name: getattr(SMALL, name) for name in SMALL.__struct_fields__},

@@ -44,7 +44,7 @@ app.command("simulate")(simulate_command.simulate)
 app.command("lint-template")(lint_command.lint_template)
 app.command("trace")(trace_command.trace)
 app.command("ab")(ab_command.ab)
-app.add_typer(bench_command.bench, name="bench")
+app.command("bench")(bench_command.bench)
 
 
 def _show_version(wanted: bool) -> None:

@@ -24,6 +24,7 @@ from backhaul.benchmarks.reuse.record import (
 )
 from backhaul.benchmarks.reuse.relations import Relations, fate, hits_without
 from backhaul.benchmarks.reuse.trace import Span, Turn
+from backhaul.benchmarks.reuse.turn_hints import hints_of
 from backhaul.benchmarks.reuse.waves import waves
 from backhaul.deploy.pair import Leg, Pair, scrape
 from backhaul.deploy.pair import Turn as Answer
@@ -180,16 +181,7 @@ def hints(arm: Arm, turn: Turn) -> dict[str, Any]:
     proxy know of the turn."""
     if arm.policy == NOTHING:
         return {"publish": False, "load": False}
-    known = {
-        "policy": arm.policy,
-        "u_end": turn.u_end,
-        "user_turn": turn.user_turn,
-        "tools": turn.tools,
-        "tool_continuation": turn.tool_continuation,
-        "reasoning": turn.reasoning_tokens > 0,
-        "reasoning_kept": turn.reasoning_kept,
-        "template": turn.template,
-    }
+    known = {"policy": arm.policy, **hints_of(turn)}
     return {name: value for name, value in known.items() if value is not None and value != ""}
 
 

@@ -18,6 +18,10 @@ from backhaul.protocols.record import Candidate
 _ENDS = (CheckpointKind.DECODE_END, CheckpointKind.INPUT_END, CheckpointKind.PROMPT_END)
 
 
+_NO_CHECKPOINT = (Reason.HASH_MISMATCH, Reason.STATE_MISSING, Reason.ATTENTION_MISSING)
+"""Of a candidate that is no checkpoint of these tokens, at most parts of one."""
+
+
 class Ends(NamedTuple):
     """Materialised ends of one request, in tokens; 0 where no boundary lies there."""
 
@@ -103,7 +107,7 @@ def fate(
         return EndFate.REWRITTEN
     boundary = int(getattr(relation, kind))
     for candidate in candidates if boundary else ():
-        if candidate.boundary != boundary or candidate.reason is Reason.HASH_MISMATCH:
+        if candidate.boundary != boundary or candidate.reason in _NO_CHECKPOINT:
             continue
         if candidate.kinds and kind not in candidate.kinds:
             continue

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import msgspec
 import pytest
 from e2e_kit import Session, ends_after
 
+from backhaul.benchmarks.reuse.contents import Contents
 from backhaul.benchmarks.reuse.deployment import Deployment, Routing
 from backhaul.benchmarks.reuse.model_shape import preset
 from backhaul.benchmarks.reuse.simulator import Experiment, simulate
-from backhaul.benchmarks.reuse.trace import Span, Turn, token_ids
+from backhaul.benchmarks.reuse.trace import Turn
 from backhaul.benchmarks.reuse.workloads import Sizes, workload
 
 VOCABULARY = range(97, 123)
@@ -28,25 +27,6 @@ SIZES = Sizes(
     arrival_s=1e5,  # one request after the other, everything published in between
     reply_s=1e3,
 )
-
-
-class Content:
-    """Token ids of spans; what the engine generated stands for the spans of outputs."""
-
-    def __init__(self) -> None:
-        self._generated: dict[str, tuple[int, ...]] = {}
-
-    def ids(self, spans: Iterable[Span]) -> list[int]:
-        found: list[int] = []
-        for span in spans:
-            known = self._generated.get(span.source)
-            found += known[span.start : span.stop] if known else token_ids([span], VOCABULARY)
-        return found
-
-    def generated(self, turn: Turn, tokens: tuple[int, ...]) -> None:
-        (span,) = turn.output
-        assert span.start == 0 and len(tokens) == span.stop
-        self._generated[span.source] = tokens
 
 
 @pytest.mark.parametrize(
@@ -71,7 +51,7 @@ def test_the_same_tokens_are_found(pair: Session, routing: Routing, names: tuple
         results += simulate(experiment, part)[0]
     simulated = {result.request: result for result in results}
 
-    content = Content()
+    content = Contents(VOCABULARY)
     found, expected = {}, {}
     for turn in trace:
         if routing is Routing.FORGET:

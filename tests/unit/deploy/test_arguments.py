@@ -25,7 +25,14 @@ Run = Callable[..., tuple[int, str, str]]
 
 COMMAND = get_command(cli.app)
 """Built once: Typer builds it anew in every call."""
-GIVEN = {"URL": "http://127.0.0.1:1", "PATH": __file__, "RESULTS...": __file__, "PATH...": ""}
+GIVEN = {
+    "URL": "http://127.0.0.1:1",
+    "PATH": __file__,
+    "RESULTS...": __file__,
+    "PATH...": "",
+    "EXPERIMENT": "reuse",
+    "DIRECTORY": str(Path(__file__).parent),
+}
 """What a required parameter gets, by its kind; nothing where tests give it themselves."""
 
 
@@ -103,6 +110,12 @@ def test_no_time_to_wait(run: Run, command: str, option: str) -> None:
     for number in numbers:
         err = refused(run, command, *COMMANDS[command], f"{option}={number}")
         assert option in err or option.strip("-").replace("-", " ") in err
+
+
+def test_no_factor(run: Run) -> None:
+    for text in (*NUMBERS, "0"):
+        if text:
+            assert "--scale" in refused(run, "bench", *COMMANDS["bench"], f"--scale={text}")
 
 
 @pytest.mark.parametrize(("command", "option"), options_of("TIME"))
