@@ -48,7 +48,7 @@ class PromptEnds(msgspec.Struct, frozen=True, kw_only=True):
 
     def within(self, start: int, end: int) -> set[int]:
         """Ends that a step from ``start`` to ``end`` reaches."""
-        ends = (self.input_end, self.prompt_end, self.shared_prefix)
+        ends = (self.input_end, self.prompt_end, self.shared_prefix, *self.extra)
         return {position for position in ends if start < position <= end}
 
     def stops_after(self, position: int) -> list[int]:

@@ -129,7 +129,9 @@ class ConvertibleDomains:
                 record.domain_id, found.line(), needed, self._buffer_bytes,
             )  # fmt: skip
             return None, cause
-        logger.info("backhaul: checkpoints of domain %s are converted %s", record.domain_id, cause)
+        logger.info(
+            "backhaul: checkpoints of domain %s are converted: %s", record.domain_id, found.line()
+        )
         return record, cause
 
 

@@ -44,15 +44,17 @@ class Strategies:
     admit_burst_bytes: int = 256 << 20
 
     def __post_init__(self) -> None:
-        for name in ("marconi_alpha", "admit_bytes_per_token"):
-            value = getattr(self, name)
+        for option, value in (
+            ("--marconi-alpha", self.marconi_alpha),
+            ("--admit-per-token", self.admit_bytes_per_token),
+        ):
             if not 0 <= value < math.inf:
-                raise ConfigError(f"{name} is {value}: give a finite number, 0 or more")
+                raise ConfigError(f"{option} is {value}: give a finite number, 0 or more")
         if self.admit_burst_bytes < 1:
-            raise ConfigError(f"admit_burst_bytes is {self.admit_burst_bytes}: give 1 or more")
+            raise ConfigError(f"--admit-burst is {self.admit_burst_bytes}: give 1 byte or more")
         if self.admission is Admission.BUDGET and self.admit_bytes_per_token == 0:
             raise ConfigError(
-                "admission is budget and admit_bytes_per_token is 0: after the first burst nothing "
+                "--admit-per-token is 0 with --admission budget: after the first burst nothing "
                 "would be admitted; give the bytes per prompt token"
             )
 

@@ -185,8 +185,7 @@ def test_a_rewritten_history_falls_back(solo: Solo, rng: random.Random) -> None:
 
 def test_wrong_bytes_break_the_comparison(solo: Solo, rng: random.Random, family: str) -> None:
     """The checks above can fail: zeros put in behind every checksum, in the states and in the
-    attention blocks, show in the output. Checked where the second prompt ends right after D_end,
-    since a short convolution remembers two tokens."""
+    attention blocks, show in the output, right after D_end."""
     for mode in ("zeros", "attention") if FAMILIES[family].recurrent else ("attention",):
         second = solo.turn(tokens(rng, 150), 45, rng)[: boundary(150, 45) + 1]
         good = solo.cold(second)

@@ -71,24 +71,6 @@ NGRAM = {
 
 # A state page must not be larger than 32 tokens of attention KV: vLLM would make larger blocks.
 FAMILIES = {
-    "mamba-2": Family(
-        "nemotron_h",
-        {
-            "hybrid_override_pattern": "M-M-M-*-", "ssm_state_size": 32, "mamba_num_heads": 4,
-            "mamba_head_dim": 16, "n_groups": 1, "chunk_size": 32,
-        },
-        # The CPU kernel cannot export a state from inside a chunk: no chunk longer than a block.
-        recurrent=True, args=("--max-num-batched-tokens=32", "--max-num-seqs=4"),
-    ),
-    "short-convolution": Family(
-        "lfm2",
-        {
-            "num_hidden_layers": 4, "head_dim": 32, "block_auto_adjust_ff_dim": False,
-            "block_dim": 128, "conv_dim": 128, "tie_word_embeddings": True,
-            "layer_types": ["conv", "conv", "conv", "full_attention"],
-        },
-        recurrent=True,
-    ),
     "full-attention": Family(
         "qwen3",
         {"num_hidden_layers": 2},
@@ -117,7 +99,6 @@ def build(name: str, directory: Path, *, seed: int = 0) -> Path:
     tensors = {
         key: _draw(key, shape, family, generator)
         for key, shape in ((k, tuple(v.shape)) for k, v in sorted(model.state_dict().items()))
-        if not (key == "lm_head.weight" and config.tie_word_embeddings)
     }
     directory.mkdir(parents=True)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
@@ -137,10 +118,6 @@ _HEAD = 2.0
 def _draw(
     key: str, shape: tuple[int, ...], family: Family, generator: torch.Generator
 ) -> torch.Tensor:
-    if key.endswith("A_log"):
-        # Time constants in tokens, short to long over the heads, at a mean step of ln 2.
-        spans = torch.logspace(math.log10(300), math.log10(4000), shape[0])
-        return -(spans * math.log(2)).log()
     mean, deviation = _rule(key, family)
     if deviation is None:
         deviation = 1.0 / math.sqrt(shape[-1])
@@ -150,18 +127,14 @@ def _draw(
 
 def _rule(key: str, family: Family) -> tuple[float, float | None]:
     """Mean and deviation (None: 1/sqrt(inputs)) of a tensor."""
-    hidden = int(COMMON["hidden_size"])
-    tied = bool(family.sizes.get("tie_word_embeddings"))
-    if re.search("(q|k)_?(layer)?norm", key):
+    if re.search("(q|k)_norm", key):
         return family.norm + 0.8, 0.0  # attention falls on a few tokens
     if "norm" in key:
         return family.norm, 0.0
-    if key.endswith(".D"):
-        return 1.0, 0.0
     if key.endswith("bias"):
         return 0.0, 0.1
-    if "lm_head" in key or (tied and "embed" in key):
-        return 0.0, _HEAD / math.sqrt(hidden)
+    if "lm_head" in key:
+        return 0.0, _HEAD / math.sqrt(int(COMMON["hidden_size"]))
     if "embed" in key:
         return 0.0, 1.0
     return 0.0, None

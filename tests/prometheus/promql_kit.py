@@ -50,13 +50,13 @@ def exposed() -> dict[str, Metric]:
     return names
 
 
-def dashboard_expressions() -> dict[str, str]:
-    """Panel's title and letter -> expression, Grafana's variables filled in."""
+def dashboard_expressions(*, raw: bool = False) -> dict[str, str]:
+    """Panel's title and letter -> expression, Grafana's variables filled in unless ``raw``."""
     panels: list[dict[str, Any]] = json.loads(DASHBOARD.read_text())["panels"]
     return {
-        f"{panel['title']} {target['refId']}": re.sub(
-            r"\$(engine|store)", ".*", re.sub(r"\$__\w+", "5m", target["expr"])
-        )
+        f"{panel['title']} {target['refId']}": target["expr"]
+        if raw
+        else re.sub(r"\$(engine|store)", ".*", re.sub(r"\$__\w+", "5m", target["expr"]))
         for panel in panels
         for target in panel.get("targets", ())
     }

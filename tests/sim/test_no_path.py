@@ -95,6 +95,21 @@ def test_a_producer_without_loaders(
     pair.check_idle()
 
 
+def test_engines_of_two_stores_have_no_path(pair: Pair, said: list[str]) -> None:
+    """Each store works, and neither engine can know of the other."""
+    elsewhere = Pair(new_uri())
+    prefill = elsewhere.engine(name="prefill", role="kv_consumer")
+    decode = pair.engine(name="decode", role="kv_producer")
+    knows(decode, presence.PathState.NO_LOADER)
+    first = decode.run(tokens(3 * B + 2, 1), 2 * B, u_end=2 * B)
+    decode.check_idle()
+    assert decode.counters[FAILED] == 1
+    assert len(of_decode(said)) == 1 and "and this store" in of_decode(said)[0]
+    resumed = prefill.run(first.history + tokens(5, 4), 3)
+    assert resumed.loaded == 0 and resumed.params["backhaul"]["candidates"] == []
+    elsewhere.close()
+
+
 @pytest.mark.parametrize("no_path", ["disable", "report"])
 def test_a_decode_engine_that_starts_first_does_not_give_up(
     pair: Pair, said: list[str], no_path: str

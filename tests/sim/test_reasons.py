@@ -220,6 +220,23 @@ def test_a_failed_load_s_reason(pair: Pair, reason: str) -> None:
     assert counters["requests|none"] == 1 and "loads|decode_end" not in counters
 
 
+def test_a_lookup_that_is_not_permitted(pair: Pair) -> None:
+    """As a proxy in front of the store refuses it."""
+
+    def wrap(store: Store) -> Store:
+        def lookup(*_: Any, **__: Any) -> Any:
+            raise StoreDenied("x")
+
+        store.lookup = lookup  # type: ignore[method-assign]
+        return store
+
+    engine = pair.engine(wrap=wrap)
+    record = check_record(engine, engine.run(tokens(3 * B, 1), 3))
+    assert record.reason == "denied" and record.candidates == ()
+    assert engine.counters["lookups|denied"] == 1
+    engine.check_idle()
+
+
 # -- publications -----------------------------------------------------------------------------
 
 

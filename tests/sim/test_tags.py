@@ -6,7 +6,8 @@ from __future__ import annotations
 import itertools
 import json
 import random
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from backhaul.protocols.checkpoint import CheckpointKind
+from backhaul.protocols.checkpoint import CheckpointKind, DomainId
 from backhaul.protocols.record import CANDIDATES_MAX, Candidate, LoggedRequest, RequestRecord
+from backhaul.transfer.base import LookupResult, Store
 from backhaul.transfer.registry import open_store
 
 B = BLOCK
@@ -349,6 +351,20 @@ def test_what_a_conversation_looks_like_from_its_checkpoints(
     assert record.selected.producer_age == "two_earlier"
 
 
+def test_the_age_of_a_checkpoint_is_counted_from_its_commit(pair: Pair) -> None:
+    decode, prefill = pair.engine(name="decode"), pair.engine(name="prefill")
+    begun = time.monotonic()
+    first = decode.run(tokens(4 * B + 3, 1), 2 * B)
+    decode.check_idle()
+    committed = time.monotonic()
+    time.sleep(0.3)
+    asked = time.monotonic()
+    _, record = run(prefill, first.history + tokens(3, 2), 3)
+    assert asked - committed <= record.selected.age_s + 0.001
+    assert record.selected.age_s <= time.monotonic() - begun
+    assert at(record, record.selected.boundary).age_s == record.selected.age_s
+
+
 def test_a_branch_is_learnt_once(pair: Pair) -> None:
     """Two prompts share a prefix whose end has no state: the second misses it and leaves one."""
     engine = pair.engine(name="one", options={"policy": "decode_end"})
@@ -511,15 +527,60 @@ def test_without_the_users_consent_there_are_no_events(pair: Pair) -> None:
 # -- random histories -------------------------------------------------------------------------
 
 
+class Listing:
+    """A store that compares every answer with what is listed at that moment."""
+
+    def __init__(self) -> None:
+        self.compared = 0
+        self.wrong: list[str] = []  # lookups run on threads, where nobody sees an assertion
+
+    def wrap(self, store: Store) -> Store:
+        lookup = store.lookup
+
+        def visible() -> set[tuple[str, int, bytes]]:
+            listed = store.list_checkpoints(None, timeout_s=5)
+            return {(one.domain, one.boundary, one.block_hash) for one in listed}
+
+        def compared(domain: DomainId, hashes: Sequence[bytes], **more: Any) -> LookupResult:
+            before = visible()
+            result = lookup(domain, hashes, **more)
+            if visible() == before:
+                self.compare(domain, hashes, result, before)
+            return result
+
+        store.lookup = compared  # type: ignore[method-assign]
+        return store
+
+    def compare(
+        self,
+        domain: str,
+        hashes: Sequence[bytes],
+        result: LookupResult,
+        visible: set[tuple[str, int, bytes]],
+    ) -> None:
+        self.compared += 1
+        answered = {match.boundary: match for match in result.matches}
+        for index, block_hash in enumerate(hashes):
+            boundary = (index + 1) * B
+            homes = {where for where, at, name in visible if (at, name) == (boundary, block_hash)}
+            match = answered.get(boundary)
+            tags = (match.hash_matched, match.consumable) if match else (False, False)
+            if tags != (bool(homes), domain in homes):
+                self.wrong.append(f"{boundary}: {match} but listed in {homes} of {domain}")
+            if match and match.retained and not homes and match.reason != "hash_mismatch":
+                self.wrong.append(f"{boundary}: {match} is not listed")
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_random_histories_in_two_domains_under_pressure(seed: int) -> None:
     """Tags against what the store lists at the moment of the lookup's answer."""
     r = random.Random(seed)
     pair = Pair(new_uri("48KiB"))
+    listing = Listing()
     engines = [
-        pair.engine(name="a", budget=32),
-        pair.engine(name="b", budget=32, asynchronous=True),
-        pair.engine(name="c", budget=32, groups=MIXED),
+        pair.engine(name="a", budget=32, wrap=listing.wrap),
+        pair.engine(name="b", budget=32, asynchronous=True, wrap=listing.wrap),
+        pair.engine(name="c", budget=32, groups=MIXED, wrap=listing.wrap),
     ]
     history = [tokens(2 * B, n) for n in range(3)]
     reasons: set[str] = set()
@@ -532,6 +593,7 @@ def test_random_histories_in_two_domains_under_pressure(seed: int) -> None:
         history[i] = engine.finished[f"{engine.name}-{len(engine.finished)}"].history
         reasons |= {str(c.reason or c.passed_over) for c in record.candidates}
     assert {"evicted", "domain_mismatch"} <= reasons, reasons
+    assert listing.wrong == [] and listing.compared > 30
     pair.engines[0].check_idle()
     pair.close()
 

@@ -67,7 +67,7 @@ STATUS_CODES: tuple[tuple[type[BackhaulError], grpc.StatusCode], ...] = (
 )
 """What the index raises -> what the client sees; the first match counts."""
 
-_GRANT_STATUS = {
+GRANT_STATUS = {
     GrantStatus.GRANTED: store_pb2.Grant.GRANTED,
     GrantStatus.PRESENT: store_pb2.Grant.PRESENT,
     GrantStatus.BUSY: store_pb2.Grant.BUSY,
@@ -289,7 +289,7 @@ class Catalog(store_pb2_grpc.CatalogServicer):
         return store_pb2.ReserveReply(
             grants=[
                 store_pb2.Grant(
-                    status=_GRANT_STATUS[grant.status], offset=grant.offset, token=grant.token
+                    status=GRANT_STATUS[grant.status], offset=grant.offset, token=grant.token
                 )
                 for grant in grants
             ]

@@ -153,6 +153,13 @@ def test_a_junction_inside_a_block_is_handed_on_as_it_is() -> None:
     assert ends(junction=128).kept_with(128) == 128
 
 
+def test_a_step_reaches_the_ends_behind_its_start_up_to_its_own() -> None:
+    chosen = PromptEnds(input_end=448, shared_prefix=128, prompt_end=960, extra=(640,))
+    assert chosen.within(0, 960) == {128, 448, 640, 960}
+    assert chosen.within(128, 959) == {448, 640}
+    assert chosen.within(640, 640) == set()
+
+
 def test_stops_are_taken_lowest_first_and_only_above_the_resumed_position() -> None:
     chosen = PromptEnds(input_end=448, shared_prefix=128, prompt_end=960)
     assert chosen.stops_after(0) == [128, 448]

@@ -27,6 +27,7 @@ from backhaul.protocols.checkpoint import (
     CheckpointKind,
     CheckpointMatch,
     PassedOver,
+    ProducerAge,
     Reason,
     Reuse,
     primary_kind,
@@ -218,6 +219,26 @@ def counters_of(outcome: Outcome) -> dict[str, float]:
     assert report is not None
     counters: dict[str, float] = report.data["counters"]
     return counters
+
+
+def test_ages_and_boundaries_are_those_of_the_selected_one() -> None:
+    outcome = Outcome(
+        prompt_tokens=40, local_tokens=0, loaded_tokens=32, other_tokens=0,
+        selected=Selected(
+            boundary=32, kind="input_end", kinds=(CheckpointKind.INPUT_END,), age_s=2.5,
+            producer_age=ProducerAge.OLDER,
+        ),
+        candidates=(), matched=matched_tokens(Answered(), has_recurrent=True),
+    )  # fmt: skip
+    recorder = StatsRecorder()
+    count_outcome(outcome, recorder, asked=False)
+    report = recorder.report({})
+    assert report is not None
+    observed = report.data["observations"]
+    assert observed["selected_age_seconds|input_end"] == [2.5]
+    assert observed["selected_boundary_tokens|input_end"] == [32]
+    assert report.data["counters"]["selections|input_end|older"] == 1
+    assert "avoided_prefill_flops|input_end" not in report.data["counters"], "no work is known"
 
 
 def candidate(

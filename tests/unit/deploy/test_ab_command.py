@@ -87,9 +87,9 @@ def test_a_server_that_is_not_there_is_one_line(run: Any) -> None:
     [
         (("--extra", "[]"), "--extra '[]' is no JSON object"),
         (("--extra", "{"), "--extra '{' is no JSON: "),
-        (("--timeout", "inf"), "--pause and --timeout must be finite"),
+        (("--timeout", "inf"), "--timeout is inf: give seconds"),
         (("--reset-b", "http://x"), "--reset-b without --b: there is no second server"),
-        (("--questions", "/dev/null"), "--questions '/dev/null' cannot be read"),
+        (("--questions", "/dev/null"), "--questions '/dev/null' is a device or a pipe"),
     ],
 )
 def test_wrong_options_are_one_line(run: Any, arguments: tuple[str, ...], message: str) -> None:

@@ -76,8 +76,8 @@ def test_malformed_lines_stop_it_or_are_counted(run: Any, path: Path) -> None:
     ("arguments", "message"),
     [
         (("--format", "parquet"), "format 'parquet' is not known: give auto, backhaul, mooncake"),
-        (("--out", "/dev/null/x"), "--out '/dev/null/x' cannot be written"),
-        (("--tokenizer", "/dev/null"), "tokenizer '/dev/null' cannot be read"),
+        (("--out", "/dev/null/x"), "--out '/dev/null/x': not a directory"),
+        (("--tokenizer", "/dev/null"), "--tokenizer '/dev/null' is a device or a pipe"),
     ],
 )
 def test_wrong_options_are_one_line(

@@ -12,7 +12,9 @@ from index_kit import ATTENTION_BYTES, GRID, STATE_BYTES, Driver, keys_of
 from backhaul.protocols.checkpoint import Reason
 from backhaul.protocols.errors import ConfigError
 from backhaul.transfer.admission import AdmitAll, AdmittedBytesBudget
+from backhaul.transfer.backends import wire
 from backhaul.transfer.base import Grant, GrantStatus
+from backhaul.transfer.daemon import catalog
 from backhaul.transfer.strategies import Admission, Eviction, Strategies
 
 ONE = ATTENTION_BYTES + STATE_BYTES
@@ -65,6 +67,12 @@ def test_lookups_earn_and_publications_spend() -> None:
     assert (event.what, event.reason) == ("refused", Reason.OVER_BUDGET)
     driver.lookup("x")  # a prompt of one block earns one checkpoint of one block
     assert driver.publish("b").visible
+
+
+def test_every_answer_crosses_the_wire() -> None:
+    sent = {status: catalog.GRANT_STATUS[status] for status in GrantStatus}
+    received = [wire.GRANT_STATUS[value] for value in sent.values()]
+    assert received == list(GrantStatus)
 
 
 def test_nothing_is_evicted_for_what_is_not_admitted() -> None:
@@ -122,11 +130,11 @@ def test_an_object_wanted_twice_is_counted_once() -> None:
 @pytest.mark.parametrize(
     ("values", "parts"),
     [
-        ({"marconi_alpha": -1.0}, ["marconi_alpha", "-1"]),
-        ({"marconi_alpha": float("nan")}, ["marconi_alpha", "nan"]),
-        ({"admit_bytes_per_token": float("inf")}, ["admit_bytes_per_token", "inf"]),
-        ({"admit_burst_bytes": 0}, ["admit_burst_bytes", "0"]),
-        ({"admission": Admission.BUDGET}, ["admit_bytes_per_token", "0", "give"]),
+        ({"marconi_alpha": -1.0}, ["--marconi-alpha", "-1"]),
+        ({"marconi_alpha": float("nan")}, ["--marconi-alpha", "nan"]),
+        ({"admit_bytes_per_token": float("inf")}, ["--admit-per-token", "inf"]),
+        ({"admit_burst_bytes": 0}, ["--admit-burst", "0"]),
+        ({"admission": Admission.BUDGET}, ["--admit-per-token", "0", "give"]),
     ],
 )
 def test_numbers_that_make_no_sense_are_refused(values: dict[str, Any], parts: list[str]) -> None:

@@ -505,6 +505,9 @@ def test_every_error_of_ours_has_a_code_and_none_hides_another() -> None:
         (["--capacity=8Gold"], "size '8Gold' is unreadable: write e.g. 512MiB"),
         (["--listen=7400"], "address '7400' is unreadable: write host:port"),
         (["--lease-max=0"], "--lease-max is 0.0"),
+        (["--admission=budget"], "--admit-per-token is 0"),
+        (["--marconi-alpha=-1"], "--marconi-alpha is -1.0"),
+        (["--admit-burst=0"], "--admit-burst is 0"),
     ],
 )
 def test_a_wrong_option_is_one_line_and_exit_code_2(options: list[str], words: str) -> None:

@@ -12,17 +12,18 @@ import grpc
 import pytest
 
 from backhaul.protocols import store_pb2, store_pb2_grpc
-from backhaul.protocols.checkpoint import DomainId, LeaseId, ObjectKey, PublicationId
+from backhaul.protocols.checkpoint import DomainId, LeaseId, ObjectKey, PublicationId, Reason
 from backhaul.protocols.domain import DomainRecord
 from backhaul.protocols.errors import (
     ConfigError,
+    StoreDenied,
     StoreError,
     StoreFull,
     StoreRejected,
     StoreUnavailable,
 )
 from backhaul.protocols.layout import CacheLayout, GroupKind, GroupLayout
-from backhaul.transfer.backends.embedded import EmbeddedStore
+from backhaul.transfer.backends.embedded import REASONS, EmbeddedStore
 from backhaul.transfer.backends.rpc import BACKOFF_S, ERRORS, Breaker, StoreTimeout
 from backhaul.transfer.daemon.catalog import STATUS_CODES
 from backhaul.transfer.registry import open_store
@@ -143,6 +144,42 @@ class TestErrors:
         catalog.fail["Stats"] = code
         with pytest.raises(kind, match=r"^127\.0\.0\.1:\d+: Stats: as told$"):
             store.stats(timeout_s=5)
+
+    @pytest.mark.parametrize(
+        "code", [grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED]
+    )
+    def test_a_guard_in_front_of_the_store_denies(
+        self, catalog: FakeCatalog, code: grpc.StatusCode
+    ) -> None:
+        """Every call, before the catalog sees it, as a proxy with mutual TLS does."""
+
+        class Guard(grpc.ServerInterceptor):  # type: ignore[misc, unused-ignore]
+            def intercept_service(self, continuation: Any, details: Any) -> Any:
+                def refuse(_: Any, context: Any) -> Any:
+                    context.abort(code, "no certificate of this cluster")
+
+                return grpc.unary_unary_rpc_method_handler(refuse)
+
+        server = grpc.server(futures.ThreadPoolExecutor(2), interceptors=[Guard()])
+        add: Any = store_pb2_grpc.add_CatalogServicer_to_server
+        add(catalog, server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        store = EmbeddedStore(f"127.0.0.1:{port}", client_name="unit")
+        key = ObjectKey(0, 0, b"h")
+        name = PublicationId("p")
+        for call in (
+            lambda: lookup(store),
+            lambda: store.reserve(RECORD.domain_id, name, [(key, 1)], timeout_s=5),
+            lambda: store.open_domain(RECORD, timeout_s=5),
+        ):
+            with pytest.raises(StoreDenied, match="no certificate of this cluster"):
+                call()
+        assert catalog.calls == []
+        denied = next(reason for kind, reason in REASONS if issubclass(StoreDenied, kind))
+        assert denied is Reason.DENIED, "what a read or write that is refused comes to"
+        store.close()
+        server.stop(0).wait(10)
 
     def test_nobody_listens(self) -> None:
         store = EmbeddedStore("127.0.0.1:1")
