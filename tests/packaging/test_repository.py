@@ -95,3 +95,9 @@ def test_the_root_package_imports_nothing() -> None:
 def test_links_for_type_checkers_exist() -> None:
     for folder in FOLDERS:
         assert (ROOT / ".typing" / "backhaul" / folder).resolve() == ROOT / folder
+
+
+def test_test_modules_have_names_of_their_own() -> None:
+    """pytest imports them by file name alone, across folders."""
+    names = [path.name for path in (ROOT / "tests").rglob("*.py") if path.name != "conftest.py"]
+    assert sorted(set(names)) == sorted(names)

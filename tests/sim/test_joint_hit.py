@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,6 +31,8 @@ from backhaul.connector.engine import _group_layout
 from backhaul.protocols.layout import CacheLayout, checkpoint_objects, joint_hit
 
 B = BLOCK
+ONE_RANK = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=1))
+"""As much of a ``VllmConfig`` as decides where prefixes match."""
 
 
 def coordinator_of(groups: tuple[Group, ...], unit: int) -> tuple[Any, CacheLayout]:
@@ -55,7 +58,9 @@ def coordinator_of(groups: tuple[Group, ...], unit: int) -> tuple[Any, CacheLayo
         scheduler_block_size=grid,
         hash_block_size=unit,
     )
-    layouts = tuple(_group_layout(i, group, 1) for i, group in enumerate(config.kv_cache_groups))
+    layouts = tuple(
+        _group_layout(i, group, ONE_RANK, "") for i, group in enumerate(config.kv_cache_groups)
+    )
     return coordinator, CacheLayout(groups=layouts, hash_tokens=unit)
 
 

@@ -632,4 +632,7 @@ def test_adapters_images_and_salts_never_match_each_other(
     written = [Written(g.key, g.token, 0) for g in grants]
     assert index.commit(domain, PublicationId("p"), 0, written, manifest, 0.0).visible
     assert index.lookup(domain, list(ours), 0, 0.0, 0.0).matches[0].consumable
-    assert index.lookup(domain, list(theirs), 0, 0.0, 0.0).matches == ()
+    for match in index.lookup(domain, list(theirs), 0, 0.0, 0.0).matches:
+        # Attention of the common blocks, at most: no checkpoint of theirs.
+        assert match.boundary <= first * BLOCK and match.reason is Reason.STATE_MISSING
+        assert not (match.retained or match.hash_matched or match.consumable)

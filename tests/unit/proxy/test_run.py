@@ -70,7 +70,7 @@ def test_what_does_not_end_is_ended(engine: FakeEngine) -> None:
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["--prefill", "p:1", "--decode", "http://d"], "worker address 'p:1' is unreadable"),
+        (["--prefill", "p:1", "--decode", "http://d"], "--prefill 'p:1' is no address"),
         (["--prefill", "http://p", "--decode", "http://d,http://d"], "given twice"),
         (["--prefill", "http://p", "--decode", "http://d", "--retries", "99"], "retries is 99"),
         (["--prefill", "http://p", "--decode", "http://d", "--listen", "x"], "address 'x'"),
