@@ -15,6 +15,7 @@ import pytest
 import tiny_models
 from conftest import PROBE_ARGS, PROBE_ENV
 from e2e_kit import (
+    COLD_TOLERANCE,
     B,
     Solo,
     agree,
@@ -30,12 +31,13 @@ from tiny_models import FAMILIES
 from backhaul.deploy.pair import scrape
 from backhaul.deploy.processes import Cluster
 
-SIDE_BY_SIDE = (("sliding-window", "full-attention"),)
+SIDE_BY_SIDE = (("sliding-window", "full-attention"), ("mamba-2",))
 """Engines that run at once, one a core."""
 
-TOLERANCE = 1e-3
+TOLERANCES = {"sliding-window": 1e-3, "full-attention": 1e-3, "mamba-2": COLD_TOLERANCE}
 """Largest difference in log-probability (nats) between a loaded state and a cold recompute. All
-families here run in float32; other chunk boundaries alone move results by less than 1e-4."""
+families here run in float32. Mamba-2's state is made by one kernel in decode steps and by another
+in prefill chunks, and the two differ by more than attention does."""
 
 
 class Fleet:
@@ -90,6 +92,12 @@ def family(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
+def tolerance(family: str) -> float:
+    """Of a comparison with a cold recompute."""
+    return TOLERANCES[family]
+
+
+@pytest.fixture
 def solo(family: str, _fleet: Fleet) -> Iterator[Solo]:
     """The family's engine, with an empty cache; whatever a test did, no state is left behind."""
     solo = _fleet.engine(family)
@@ -124,7 +132,7 @@ def test_the_layout_is_the_familys(solo: Solo, family: str) -> None:
     ("prompt_tokens", "reply"), [(5 * B - 1, 40), (5 * B, 40), (5 * B + 1, 65), (7, 60)]
 )
 def test_turn_2_resumes_at_d_end(
-    solo: Solo, rng: random.Random, prompt_tokens: int, reply: int
+    solo: Solo, rng: random.Random, tolerance: float, prompt_tokens: int, reply: int
 ) -> None:
     second = solo.turn(tokens(rng, prompt_tokens), reply, rng)
     solo.forget()
@@ -133,10 +141,12 @@ def test_turn_2_resumes_at_d_end(
     assert leg.backhaul is not None
     assert leg.cached_tokens == leg.backhaul["loaded_tokens"] == d_end
     assert leg.backhaul["selected"]["kind"] == "decode_end"
-    assert agree(leg, solo.cold(second), TOLERANCE)
+    assert agree(leg, solo.cold(second), tolerance)
 
 
-def test_the_matrix_of_hits_gives_one_output(solo: Solo, rng: random.Random) -> None:
+def test_the_matrix_of_hits_gives_one_output(
+    solo: Solo, rng: random.Random, tolerance: float
+) -> None:
     """{local hit, remote hit, local + deeper remote, no hit}."""
     prompt, reply = tokens(rng, 200), 26
     second = solo.turn(prompt, reply, rng)
@@ -157,7 +167,7 @@ def test_the_matrix_of_hits_gives_one_output(solo: Solo, rng: random.Random) -> 
     # The same state and the same computation on top: the same numbers.
     assert local.tokens == remote.tokens == mixed.tokens
     assert worst_difference(remote, local) == worst_difference(mixed, local) == 0.0
-    assert agree(remote, solo.cold(second), TOLERANCE)
+    assert agree(remote, solo.cold(second), tolerance)
 
 
 def test_loaded_pages_hold_the_published_bytes(solo: Solo, rng: random.Random) -> None:
@@ -170,7 +180,7 @@ def test_loaded_pages_hold_the_published_bytes(solo: Solo, rng: random.Random) -
     assert written and written <= pages and not written & before
 
 
-def test_a_rewritten_history_falls_back(solo: Solo, rng: random.Random) -> None:
+def test_a_rewritten_history_falls_back(solo: Solo, rng: random.Random, tolerance: float) -> None:
     """To U_end where the request named it, else to nothing; and the answer is right."""
     for u_end in (140, None):
         prompt = tokens(rng, 170)
@@ -180,10 +190,12 @@ def test_a_rewritten_history_falls_back(solo: Solo, rng: random.Random) -> None:
         leg = solo.run(rewritten)
         assert leg.backhaul is not None
         assert leg.cached_tokens == leg.backhaul["loaded_tokens"] == (u_end or 0) // B * B
-        assert agree(leg, solo.cold(rewritten), TOLERANCE)
+        assert agree(leg, solo.cold(rewritten), tolerance)
 
 
-def test_wrong_bytes_break_the_comparison(solo: Solo, rng: random.Random, family: str) -> None:
+def test_wrong_bytes_break_the_comparison(
+    solo: Solo, rng: random.Random, family: str, tolerance: float
+) -> None:
     """The checks above can fail: zeros put in behind every checksum, in the states and in the
     attention blocks, show in the output, right after D_end."""
     for mode in ("zeros", "attention") if FAMILIES[family].recurrent else ("attention",):
@@ -193,7 +205,7 @@ def test_wrong_bytes_break_the_comparison(solo: Solo, rng: random.Random, family
         with tampered(solo.client, mode):
             bad = solo.run(second)
         assert bad.backhaul is not None and bad.backhaul["loaded_tokens"] == boundary(150, 45)
-        assert not agree(good, bad, TOLERANCE), mode
+        assert not agree(good, bad, tolerance), mode
         solo.forget()  # the spoilt blocks must not serve another test
 
 
@@ -212,7 +224,9 @@ def drafts(solo: Solo) -> tuple[float, float]:
 
 
 @drafting
-def test_d_end_after_drafts_is_the_deepest_exact_boundary(solo: Solo, rng: random.Random) -> None:
+def test_d_end_after_drafts_is_the_deepest_exact_boundary(
+    solo: Solo, rng: random.Random, tolerance: float
+) -> None:
     """n = prompt + reply - 1 one before, on and after a boundary, where a step of several tokens
     crosses it, and in between."""
     published = "backhaul:publications_total{kind=decode_end}"
@@ -226,7 +240,7 @@ def test_d_end_after_drafts_is_the_deepest_exact_boundary(solo: Solo, rng: rando
         assert leg.backhaul is not None
         assert leg.cached_tokens == leg.backhaul["loaded_tokens"] == d_end
         assert leg.backhaul["selected"]["boundary"] == d_end
-        assert agree(leg, solo.cold(second, 40, **BINARY), TOLERANCE)
+        assert agree(leg, solo.cold(second, 40, **BINARY), tolerance)
     solo.settle()
     accepted, rejected = (now - then for now, then in zip(drafts(solo), before, strict=True))
     assert accepted > 0 and rejected > 0, "no draft was accepted, or none rejected"

@@ -71,6 +71,15 @@ NGRAM = {
 
 # A state page must not be larger than 32 tokens of attention KV: vLLM would make larger blocks.
 FAMILIES = {
+    "mamba-2": Family(
+        "nemotron_h",
+        {
+            "hybrid_override_pattern": "M-M-M-*-", "ssm_state_size": 32, "mamba_num_heads": 4,
+            "mamba_head_dim": 16, "n_groups": 1, "chunk_size": 32,
+        },
+        # The CPU kernel cannot export a state from inside a chunk: no chunk longer than a block.
+        recurrent=True, args=("--max-num-batched-tokens=32", "--max-num-seqs=4"),
+    ),
     "full-attention": Family(
         "qwen3",
         {"num_hidden_layers": 2},
@@ -118,6 +127,10 @@ _HEAD = 2.0
 def _draw(
     key: str, shape: tuple[int, ...], family: Family, generator: torch.Generator
 ) -> torch.Tensor:
+    if key.endswith("A_log"):
+        # Time constants in tokens, short to long over the heads, at a mean step of ln 2.
+        spans = torch.logspace(math.log10(300), math.log10(4000), shape[0])
+        return -(spans * math.log(2)).log()
     mean, deviation = _rule(key, family)
     if deviation is None:
         deviation = 1.0 / math.sqrt(shape[-1])
@@ -131,6 +144,8 @@ def _rule(key: str, family: Family) -> tuple[float, float | None]:
         return family.norm + 0.8, 0.0  # attention falls on a few tokens
     if "norm" in key:
         return family.norm, 0.0
+    if key.endswith(".D"):
+        return 1.0, 0.0
     if key.endswith("bias"):
         return 0.0, 0.1
     if "lm_head" in key:
