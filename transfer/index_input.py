@@ -11,6 +11,9 @@ from backhaul.protocols.layout import checkpoint_objects
 from backhaul.transfer.base import Written
 from backhaul.transfer.entries import HASH_BYTES_MAX, NAME_BYTES_MAX, Domain
 
+WORK_MAX = 1e24
+"""FLOPs of a token, or of a pair of tokens: far above any model, and sums stay finite."""
+
 
 def check_name(what: str, name: str) -> None:
     """A publication id or the like."""
@@ -90,8 +93,10 @@ def required_keys(domain: Domain, rank: int, manifest: CheckpointManifest) -> li
         check_hash(block_hash)
     if not manifest.kinds:
         raise StoreRejected(f"the checkpoint at {manifest.boundary} names no kind")
-    if not all(math.isfinite(flops) and flops >= 0 for flops in manifest.work):
-        raise StoreRejected(f"prefill work {tuple(manifest.work)}: it must be finite and 0 or more")
+    if not all(0 <= flops <= WORK_MAX for flops in manifest.work):  # also refuses NaN
+        raise StoreRejected(
+            f"prefill work {tuple(manifest.work)}: it must be 0 ... {WORK_MAX:g} FLOPs"
+        )
     if manifest.producer:
         check_name("producer", manifest.producer)
     known = domain.checkpoints.get(manifest.hashes[-1])

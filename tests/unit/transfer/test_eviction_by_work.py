@@ -203,7 +203,7 @@ def test_the_end_of_the_last_users_message_outlives_the_tool_loop_after_it(
     assert ordered[-1].user_turn
 
 
-@pytest.mark.parametrize("flops", [-1.0, math.inf, math.nan])
+@pytest.mark.parametrize("flops", [-1.0, 1e300, math.inf, math.nan])
 def test_work_that_makes_no_sense_is_refused(flops: float) -> None:
     driver = Driver()
     for work in (PrefillWork(flops, 0.0), PrefillWork(1.0, flops)):
