@@ -17,16 +17,14 @@ if TYPE_CHECKING:
 
 
 class Tags(NamedTuple):
-    """A checkpoint's tags; None where one means nothing without a request or a worker.
-
-    ``selected`` without a request: some lookup so far found it the deepest consumable one.
-    ``reason``: why it is not consumable, or was passed over; ``field``: of a domain mismatch.
-    """
+    """A checkpoint's tags, each of which implies the one before; None where one means nothing
+    without a request or a worker. ``reason``: why it is not consumable, or was passed over;
+    ``field``: of a domain mismatch."""
 
     retained: bool
     hash_matched: bool | None
     consumable: bool | None
-    selected: bool
+    selected: bool | None
     reason: str | None = None
     field: str = ""
 
@@ -37,7 +35,7 @@ class Tags(NamedTuple):
             return "-"
         why = f" ({self.reason}{f' {self.field}' if self.field else ''})" if self.reason else ""
         for name in ("selected", "consumable", "hash_matched", "retained"):
-            if getattr(self, name) and not (name == "selected" and self.hash_matched is None):
+            if getattr(self, name):
                 return name + why
         return f"none{why}"
 
@@ -57,8 +55,8 @@ def tagged_without(
     query: ListQuery,
     wanted: str | None,
 ) -> TaggedPage:
-    """A page without a request: ``query`` already asks for what was selected. ``consumable`` is
-    what a worker of ``target`` could load for a request with that very prefix."""
+    """A page without a request. With a ``target``, each checkpoint's tags are those for a request
+    that goes on from its very prefix; which one such a request selects is not said."""
     fields = differing_fields(domains, target) if target else {}
     rows: list[tuple[CheckpointInfo, Tags]] = []
     while True:
@@ -79,9 +77,8 @@ def _tags_without(
     info: CheckpointInfo, target: DomainInfo | None, fields: Mapping[DomainId, str]
 ) -> Tags:
     retained = info.visibility is Visibility.VISIBLE
-    selected = retained and info.hits > 0
     if target is None:
-        return Tags(retained, hash_matched=None, consumable=None, selected=selected)
+        return Tags(retained, hash_matched=None, consumable=None, selected=None)
     reason = None
     if not retained:
         evicted = info.visibility is Visibility.EVICTED
@@ -90,9 +87,9 @@ def _tags_without(
         reason = Reason.DOMAIN_MISMATCH
     return Tags(
         retained,
-        hash_matched=None,
+        hash_matched=retained,
         consumable=reason is None,
-        selected=selected,
+        selected=None,
         reason=reason,
         field=fields.get(info.domain, "") if reason is Reason.DOMAIN_MISMATCH else "",
     )
@@ -138,6 +135,7 @@ def tagged_for(
 def _fits(query: ListQuery, info: CheckpointInfo) -> bool:
     return (
         info.visibility in query.visibilities
+        and info.hits >= query.hits_min
         and info.domain.startswith(query.domain_prefix)
         and (not query.kinds or not query.kinds.isdisjoint(info.kinds))
         and query.age_min_s <= info.age_s <= query.age_max_s

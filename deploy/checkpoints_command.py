@@ -97,6 +97,12 @@ def checkpoints(
             "means something without one (see docs/checkpoints.md)."
         ),
     ] = None,
+    used: Annotated[
+        bool,
+        typer.Option(
+            "--used", help="Only those that some lookup so far found the deepest to load."
+        ),
+    ] = False,
     prompt: Annotated[
         str,
         typer.Option(
@@ -162,7 +168,7 @@ def checkpoints(
         show=show,
         limit=limit,
         cursor=cursor,
-        hits_min=int(subject is None and tag is Tag.SELECTED),
+        hits_min=int(used),
     )
 
     from backhaul.deploy.checkpoint_tags import tagged_for, tagged_without
@@ -205,9 +211,10 @@ def _check_tag(
     if relative:
         if cursor:
             raise ConfigError("--cursor goes with no prompt: a listing along a prompt has no pages")
-    elif tag is Tag.HASH_MATCHED:
+    elif tag in (Tag.HASH_MATCHED, Tag.SELECTED):
+        or_used = ", or --used for what any lookup found" if tag is Tag.SELECTED else ""
         raise ConfigError(
-            "--tag hash_matched is said of a request: give --prompt FILE or --request ID"
+            f"--tag {tag} is said of a request: give --prompt FILE or --request ID{or_used}"
         )
     elif tag is Tag.CONSUMABLE and not for_domain:
         raise ConfigError(

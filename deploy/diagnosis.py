@@ -19,10 +19,12 @@ from backhaul.transfer.daemon.settings import format_bytes
 from backhaul.transfer.transport_probe import ProbeResult
 
 SEEDLESS_HASHES = ("sha256", "sha256_cbor")
-"""Prefix hashes of vLLM that do not depend on PYTHONHASHSEED."""
+"""Prefix hashes of vLLM that are the same everywhere where PYTHONHASHSEED is not set."""
 SHORT_SHARE_MAX = 0.5
 """Above this share of prompts that end before the first boundary most requests cannot reuse
 anything."""
+LIVE_S = 600.0
+"""A domain whose last call is so much older than its model's newest is of the past."""
 _SLOW = ("tcp",)
 
 
@@ -141,7 +143,7 @@ def _check_family(family: Sequence[DomainInfo]) -> list[Finding]:
             f"{newest.id} and {other.id} (last call {format_age(other.idle_s)} ago) hold one model "
             f"but differ in {fields}: nothing is shared between them"
         )
-        live = other.idle_s <= newest.idle_s + 600
+        live = _is_live(other, newest)
         findings.append(
             Finding(
                 "cache domains",
@@ -152,10 +154,16 @@ def _check_family(family: Sequence[DomainInfo]) -> list[Finding]:
                 else "nothing, if the older one belongs to an engine of the past",
             )
         )
-    return [*findings, _check_hashes(family)]
+    return [*findings, _check_hashes([one for one in family if _is_live(one, newest)])]
+
+
+def _is_live(info: DomainInfo, newest: DomainInfo) -> bool:
+    return info.idle_s <= newest.idle_s + LIVE_S
 
 
 def _check_hashes(family: Sequence[DomainInfo]) -> Finding:
+    """Of domains of one model that are in use: what an engine of the past hashed with is told by
+    the comparison of domains, and nobody can change it any more."""
     functions = {info.record.hash_function for info in family}
     probes = {info.record.hash_probe for info in family}
     if len(functions) > 1:
@@ -171,7 +179,9 @@ def _check_hashes(family: Sequence[DomainInfo]) -> Finding:
             "prefix hash",
             Level.PROBLEM,
             f"{function} gives different hashes of the same tokens on different engines",
-            "use --prefix-caching-hash-algo sha256, or one PYTHONHASHSEED for all engines",
+            "give all engines one PYTHONHASHSEED, or none"
+            if function in SEEDLESS_HASHES
+            else "use --prefix-caching-hash-algo sha256, or one PYTHONHASHSEED for all engines",
         )
     if function not in SEEDLESS_HASHES:
         return Finding(
@@ -337,6 +347,7 @@ def _boundary(cache: Mapping[str, str]) -> int:
 def _check_policy(name: str, policy: str) -> Finding:
     name = f"{name}: kv_load_failure_policy"
     if not policy:
+        # A warning would be given of every server in production, which shows no settings.
         return Finding(
             name,
             Level.OK,

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from backhaul.deploy.diagnosis import EngineView
-
-_POLICY = re.compile(r"kv_load_failure_policy['\"]?\s*[=:]\s*['\"]?(\w+)")
 
 
 def read_engine(url: str, timeout_s: float) -> EngineView:
@@ -23,15 +20,14 @@ def read_engine(url: str, timeout_s: float) -> EngineView:
             reply = client.get("/metrics")
             reply.raise_for_status()
             facts = parse_metrics(reply.text)
-            info = client.get("/server_info")
+            failure_policy = _failure_policy(client)
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, AttributeError) as error:
         return EngineView(url=url, error=f"cannot be read: {error or type(error).__name__}")
-    policy = _POLICY.search(info.text) if info.is_success else None
     return EngineView(
         url=url,
         version=str(version),
         models=tuple(str(one.get("id", "")) for one in models if isinstance(one, dict)),
-        failure_policy=policy[1] if policy else "",
+        failure_policy=failure_policy,
         **facts,
     )
 
@@ -59,6 +55,17 @@ def parse_metrics(text: str) -> dict[str, Any]:
         "policy": policy,
         "has_connector": has_connector,
     }
+
+
+def _failure_policy(client: httpx.Client) -> str:
+    """The policy of vLLM's outermost connector, which is the one that counts; "" where the server
+    does not show it. Its plain-text form lacks the connector's settings, and its first answer may
+    take seconds, as vLLM looks at the whole machine for it."""
+    try:
+        config = _json(client, "/server_info?config_format=json")["vllm_config"]
+        return str(config["kv_transfer_config"]["kv_load_failure_policy"])
+    except (httpx.HTTPError, ValueError, KeyError, TypeError):
+        return ""
 
 
 def _json(client: httpx.Client, path: str) -> dict[str, Any]:

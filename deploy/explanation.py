@@ -70,21 +70,28 @@ def tag(
     differing: Mapping[DomainId, str] = MappingProxyType({}),
 ) -> tuple[Candidate, ...]:
     """Each checkpoint's tags for a prompt and a worker of ``domain``. ``infos`` carry
-    ``common_tokens`` and hold whatever matches: selected is the deepest consumable one.
-    ``differing``: of other domains the first field that keeps their bytes from this worker; ""
-    where they can be converted."""
+    ``common_tokens`` and hold whatever matches. Selected is the deepest consumable one; where
+    several domains hold it, the worker's own, else the first of ``infos``. ``differing``: of other
+    domains the first field that keeps their bytes from this worker; "" where they can be
+    converted."""
     usable = [
-        info.boundary
-        for info in infos
+        (info.boundary, info.domain == domain, -index)
+        for index, info in enumerate(infos)
         if _matches(info)
         and (info.domain == domain or differing.get(info.domain) == "")
         and info.visibility is Visibility.VISIBLE
         and info.boundary < prompt_tokens
     ]
-    selected = max(usable, default=None)
+    deepest, _, index = max(usable, default=(0, False, 1))  # 1 is nobody's
     return tuple(
-        _candidate(info, domain, selected, prompt_tokens, differing.get(info.domain))
-        for info in infos
+        _candidate(
+            info,
+            domain,
+            differing.get(info.domain),
+            selected=place == -index,
+            over=_passed_over(info.boundary, deepest, prompt_tokens),
+        )
+        for place, info in enumerate(infos)
     )
 
 
@@ -95,15 +102,13 @@ def _matches(info: CheckpointInfo) -> bool:
 def _candidate(
     info: CheckpointInfo,
     domain: DomainId,
-    selected: int | None,
-    prompt_tokens: int,
     field: str | None,
+    *,
+    selected: bool,
+    over: PassedOver,
 ) -> Candidate:
-    reason, passed_over = _reason(info, domain, convertible=field == ""), None
-    chosen = reason is None and info.boundary == selected
-    if reason is None and not chosen:
-        deep = info.boundary >= prompt_tokens
-        passed_over = PassedOver.NO_TOKEN_LEFT if deep else PassedOver.SHALLOWER
+    """``over``: why it is passed over, where it is."""
+    reason = _reason(info, domain, convertible=field == "")
     retained = info.visibility is Visibility.VISIBLE
     return Candidate(
         boundary=info.boundary,
@@ -111,13 +116,19 @@ def _candidate(
         retained=retained,
         hash_matched=retained and _matches(info),
         consumable=reason is None,
-        selected=chosen,
+        selected=selected,
         reason=reason,
-        passed_over=passed_over,
+        passed_over=over if reason is None and not selected else None,
         age_s=info.age_s,
         field=field or "" if reason is Reason.DOMAIN_MISMATCH else "",
-        domain=info.domain if reason is Reason.DOMAIN_MISMATCH else "",
+        domain=info.domain if info.domain != domain else "",
     )
+
+
+def _passed_over(boundary: int, selected: int, prompt_tokens: int) -> PassedOver:
+    if boundary >= prompt_tokens:
+        return PassedOver.NO_TOKEN_LEFT
+    return PassedOver.SHALLOWER if boundary < selected else PassedOver.SAME_BOUNDARY
 
 
 def _reason(info: CheckpointInfo, domain: DomainId, *, convertible: bool) -> Reason | None:

@@ -60,6 +60,8 @@ class PassedOver(enum.StrEnum):
 
     SHALLOWER = "shallower"
     """A deeper one was selected."""
+    SAME_BOUNDARY = "same_boundary"
+    """Another domain holds the same prefix, and its checkpoint was selected."""
     LOCAL_HIT = "local_hit"
     """The engine's own prefix cache reaches as far."""
     SMALL_GAIN = "small_gain"

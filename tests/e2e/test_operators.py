@@ -18,16 +18,28 @@ from e2e_kit import Session, boundary, tokens
 sys.path.insert(0, str(Path(__file__).parents[1] / "prometheus"))
 from prometheus_kit import running_prometheus
 
+READ = {
+    "",
+    "prefix caching",
+    "mamba-cache-mode",
+    "prompt lengths",
+    "retention",
+    "policy",
+    "kv_load_failure_policy",
+}
+"""What doctor says of each engine that it could read, "" being the engine itself."""
 COMMAND = [sys.executable, "-m", "backhaul.deploy.cli"]
 
 
 def test_doctor_sees_one_domain_and_both_engines(pair: Session) -> None:
     pair.turn(pair.tokens(100), 40)
     pair.settle()
-    engines = [f"--engine={engine.url}" for engine in pair.pair.engines.values()]
+    urls = [engine.url for engine in pair.pair.engines.values()]
+    engines = [f"--engine={url}" for url in urls]
     store = [f"--store={pair.pair.store.uri}", f"--store-http={pair.pair.store.http_url}"]
     done = subprocess.run(
-        [*COMMAND, "doctor", *store, *engines, "--json"],
+        # vLLM looks at the whole machine before it first shows its settings.
+        [*COMMAND, "doctor", *store, *engines, "--json", "--timeout=60"],
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     document = json.loads(done.stdout)
@@ -36,6 +48,24 @@ def test_doctor_sees_one_domain_and_both_engines(pair: Session) -> None:
     assert document["differences"] == []
     (domain,) = {one["id"] for one in document["domains"]}
     assert domain
+    assert [(one["url"], one["domain"]) for one in document["engines"]] == [
+        (url, domain) for url in urls
+    ]
+    assert all(one["known_here"] and one["policy"] for one in document["engines"])
+    # Nothing that could not be read passes for healthy: every check is there, with what it read.
+    says = {one["check"]: one["says"] for one in document["findings"]}
+    assert domain in says["engines side by side"]
+    for url in urls:
+        of_engine = {
+            check.removeprefix(f"engine {url}").removeprefix(": "): text
+            for check, text in says.items()
+            if check.startswith(f"engine {url}")
+        }
+        assert of_engine.keys() == READ, of_engine
+        assert of_engine["prefix caching"] == "on"
+        assert of_engine["mamba-cache-mode"] == "align"
+        assert "prompts end before" in of_engine["prompt lengths"], "a turn has been served"
+        assert of_engine["kv_load_failure_policy"].partition(":")[0] in ("fail", "recompute")
 
 
 @pytest.fixture(scope="module")

@@ -78,7 +78,7 @@ def test_json_says_everything(live_store: RunningStore) -> None:
             "retained": True,
             "hash_matched": None,
             "consumable": None,
-            "selected": True,
+            "selected": None,
             "reason": None,
             "field": "",
         },
@@ -167,6 +167,9 @@ def test_tags_for_a_request(live_store: RunningStore, tmp_path: Path) -> None:
     retained = tagged(live_store, *options, "--tag=retained", f"--domain={domain}")
     assert retained == {1: "retained", 2: "selected", 3: "retained"}  # Z and m: one boundary
     # For a worker of the other domain, what it holds itself is the one to load.
+    assert tagged(live_store, *options, "--used") == {}
+    live_store.lookup(domain, "m")
+    assert tagged(live_store, *options, "--used") == {1: "consumable"}
     theirs = tagged(live_store, *options, f"--for-domain={other}", "--tag=selected")
     assert theirs == {3: "selected"}
     code, out, _ = backhaul("checkpoints", "--store", live_store.uri, *options)
@@ -182,10 +185,12 @@ def test_tags_without_a_request(live_store: RunningStore) -> None:
     live_store.lookup(domain, "a")
     options = ("--domain", domain)
     assert listed(live_store, *options, "--tag=retained") == [2, 1]
-    assert listed(live_store, *options, "--tag=selected") == [1]
+    assert listed(live_store, *options, "--used") == [1]
     assert listed(live_store, "--tag=consumable", f"--for-domain={domain}") == [2, 1]
     assert listed(live_store, "--tag=consumable", f"--for-domain={other}") == [3]
-    assert listed(live_store, "--tag=selected", "--domain", other, f"--for-domain={other}") == []
+    assert listed(live_store, "--used", "--domain", other, f"--for-domain={other}") == []
+    consumable = (f"--for-domain={domain}", "--tag=consumable", "--used")
+    assert listed(live_store, *consumable) == [1]
     # Pages of what is left of pages: the cursor goes on where the listing ended.
     options = ("--tag=consumable", f"--for-domain={domain}", "--limit=1")
     _, out, _ = backhaul("checkpoints", "--store", live_store.uri, "--json", *options)
@@ -195,12 +200,14 @@ def test_tags_without_a_request(live_store: RunningStore) -> None:
     _, out, _ = backhaul(
         "checkpoints", "--store", live_store.uri, f"--domain={other}", f"--for-domain={domain}"
     )
-    assert "retained (domain_mismatch kv_dtype)" in out
+    assert "hash_matched (domain_mismatch kv_dtype)" in out
 
 
 def test_a_tag_that_means_nothing_here_says_what_to_give(live_store: RunningStore) -> None:
     for options, words in (
         (("--tag=hash_matched",), "--request"),
+        (("--tag=selected",), "--used"),
+        (("--tag=selected", "--for-domain=0"), "--request"),
         (("--tag=consumable",), "--for-domain"),
         (("--tag=retained", "--show=evicted"), "--show"),
         (("--request=r",), "--request-log"),

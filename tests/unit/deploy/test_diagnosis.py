@@ -205,6 +205,25 @@ def test_hashes_that_differ_are_named_as_such(fields: dict[str, str]) -> None:
     assert found["prefix hash"] is Level.PROBLEM
 
 
+@pytest.mark.parametrize("fields", [{"hash_probe": "ff"}, {"hash_function": "xxhash"}])
+def test_what_an_engine_of_the_past_hashed_with_is_no_problem(fields: dict[str, str]) -> None:
+    found = levels(check_domains([info(), info(idle_s=9e4, **fields)]))
+    assert found == {"cache domains": Level.WARNING, "prefix hash": Level.OK}
+    # The one in use is judged by itself, and two in use beside an older one are a problem.
+    found = levels(check_domains([info(hash_function="xxhash"), info(idle_s=9e4)]))
+    assert found["prefix hash"] is Level.WARNING
+    three = [info(), info(hash_probe="01", idle_s=3.0), info(idle_s=9e4, **fields)]
+    assert levels(check_domains(three))["prefix hash"] is Level.PROBLEM
+
+
+@pytest.mark.parametrize("function", ["sha256", "xxhash"])
+def test_hashes_that_differ_are_not_cured_by_what_is_there_already(function: str) -> None:
+    family = [info(hash_function=function), info(hash_function=function, hash_probe="01")]
+    (found,) = [one for one in check_domains(family) if one.check == "prefix hash"]
+    assert "PYTHONHASHSEED" in found.todo
+    assert ("sha256" in found.todo) == (function != "sha256")
+
+
 @pytest.mark.parametrize(
     ("used", "level"),
     [

@@ -14,6 +14,7 @@ import pytest
 from store_kit import RunningStore, backhaul, running_store
 from test_diagnosis import METRICS
 
+from backhaul.deploy.engine_view import read_engine
 from backhaul.deploy.processes import free_port
 
 
@@ -24,19 +25,29 @@ def store() -> Iterator[RunningStore]:
 
 
 @contextlib.contextmanager
-def engine_at(domain: str, failure_policy: str = "fail", **cache: str) -> Iterator[str]:
+def engine_at(
+    domain: str,
+    failure_policy: str = "fail",
+    server_info: dict[str, Any] | None = None,
+    **cache: str,
+) -> Iterator[str]:
     """The URL of an HTTP server that answers as a vLLM in this cache domain does."""
     metrics = METRICS.replace("0123456789abcdef", domain)
     for name, value in cache.items():
         metrics = re.sub(f'{name}="[^"]*"', f'{name}="{value}"', metrics)
+    # A connector inside another one has the same field, and it does not count.
+    inner = {"connectors": [{"kv_load_failure_policy": "inner"}]}
+    transfer = {"kv_connector_extra_config": inner, "kv_load_failure_policy": failure_policy}
     pages = {
         "/version": ("application/json", json.dumps({"version": "0.32.0"})),
         "/v1/models": ("application/json", json.dumps({"data": [{"id": "tiny"}]})),
         "/metrics": ("text/plain", metrics),
-        "/server_info": (
+        "/server_info?config_format=json": (
             "application/json",
             json.dumps(
-                {"vllm_config": f"KVTransferConfig(kv_load_failure_policy='{failure_policy}')"}
+                {"vllm_config": {"kv_transfer_config": transfer}}
+                if server_info is None
+                else server_info
             ),
         ),
     }
@@ -76,6 +87,15 @@ def doctor(store: RunningStore, *options: str) -> tuple[int, dict[str, Any]]:
     )  # fmt: skip
     assert err == "" and code in (0, 1), err
     return code, json.loads(out)
+
+
+def test_an_engine_that_shows_no_policy_is_read_all_the_same() -> None:
+    with engine_at("0123456789abcdef") as url:
+        assert read_engine(url, 5.0).failure_policy == "fail"
+    for answer in ({"vllm_config": "as text"}, {"vllm_config": {"kv_transfer_config": None}}, {}):
+        with engine_at("0123456789abcdef", server_info=answer) as url:
+            view = read_engine(url, 5.0)
+        assert (view.failure_policy, view.error, view.models) == ("", "", ("tiny",))
 
 
 def levels_of(document: dict[str, Any], words: str) -> list[str]:

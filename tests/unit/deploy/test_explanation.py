@@ -16,7 +16,7 @@ from backhaul.protocols.checkpoint import CheckpointKind, DomainId, PassedOver, 
 from backhaul.protocols.errors import ConfigError
 from backhaul.transfer.base import CheckpointInfo, Visibility
 
-MINE, OTHER = DomainId("mine"), DomainId("other")
+MINE, OTHER, THIRD = DomainId("mine"), DomainId("other"), DomainId("third")
 TOKENS = st.lists(st.integers(0, 3), max_size=30)
 
 
@@ -64,25 +64,27 @@ def test_each_candidate_has_its_tags_and_one_reason() -> None:
             st.integers(1, 8),
             st.integers(0, 8),
             st.sampled_from(Visibility),
-            st.sampled_from([MINE, OTHER]),
+            st.sampled_from([MINE, OTHER, THIRD]),
         ),
         max_size=12,
     ),
     st.integers(0, 140),
+    st.fixed_dictionaries({}, optional=dict.fromkeys([OTHER, THIRD], st.sampled_from(["", "tp"]))),
 )
-def test_tags_imply_each_other_and_selection_leaves_a_token(
-    infos: list[CheckpointInfo], length: int
+def test_tags_imply_each_other_and_one_is_selected_that_leaves_a_token(
+    infos: list[CheckpointInfo], length: int, differing: dict[DomainId, str]
 ) -> None:
     """``Candidate`` itself refuses tags that contradict each other."""
-    found = explain(infos, MINE, length)
+    found = explain(infos, MINE, length, differing)
     assert len(found.candidates) == len(found.common)
-    for one in found.candidates:
-        if one.selected:
-            assert one.boundary < length
-    consumable = [one.boundary for one in found.candidates if one.consumable]
-    usable = [boundary for boundary in consumable if boundary < length]
-    selected = {one.boundary for one in found.candidates if one.selected}
-    assert selected == ({max(usable)} if usable else set())
+    usable = [one for one in found.candidates if one.consumable and one.boundary < length]
+    selected = [one for one in found.candidates if one.selected]
+    assert len(selected) == bool(usable)
+    for one in usable:
+        assert (one.boundary, not one.domain) <= (selected[0].boundary, not selected[0].domain)
+        same = one.boundary == selected[0].boundary and not one.selected
+        assert (one.passed_over is PassedOver.SAME_BOUNDARY) == same
+        assert one.domain in ("", *(other for other, field in differing.items() if not field))
     if found.closest:
         assert found.closest.common_tokens < found.closest.boundary
 
@@ -152,10 +154,19 @@ def test_a_request_is_found_in_a_log_that_is_being_written(tmp_path: Path) -> No
 
 
 def test_what_can_be_converted_is_consumable_and_what_cannot_names_the_field() -> None:
-    infos = [info(1), info(3, domain=OTHER), info(2, domain=DomainId("third"))]
-    found = explain(infos, MINE, 10, {OTHER: "", DomainId("third"): "kv_dtype"}).candidates
+    infos = [info(1), info(3, domain=OTHER), info(2, domain=THIRD)]
+    found = explain(infos, MINE, 10, {OTHER: "", THIRD: "kv_dtype"}).candidates
     by_boundary = {one.boundary: one for one in found}
     assert by_boundary[3].selected and by_boundary[3].field == ""
     assert by_boundary[2].reason is Reason.DOMAIN_MISMATCH
     assert (by_boundary[2].field, by_boundary[2].domain) == ("kv_dtype", "third")
     assert by_boundary[1].passed_over is PassedOver.SHALLOWER
+
+
+@pytest.mark.parametrize("domains", [(OTHER, THIRD), (OTHER, MINE), (MINE, OTHER)])
+def test_of_domains_that_hold_one_prefix_one_is_selected(domains: tuple[DomainId, ...]) -> None:
+    infos = [info(2, domain=domain) for domain in domains]
+    found = explain(infos, MINE, 10, {OTHER: "", THIRD: ""}).candidates
+    (selected,) = [one for one in found if one.selected]
+    assert selected.domain == ("" if MINE in domains else OTHER)
+    assert [one.passed_over for one in found if not one.selected] == [PassedOver.SAME_BOUNDARY]
