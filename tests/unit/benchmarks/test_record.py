@@ -110,6 +110,32 @@ def test_relations_name_what_was_rewritten() -> None:
     assert relations.producer_age(later, U, 50) == 0
 
 
+def test_reuse_counts_a_conversations_history() -> None:
+    relations = Relations(grid=10)
+    system = (Span("s", 0, 50),)
+    seen = {}
+    for name, after in (("a", ""), ("b", "a"), ("c", "b"), ("d", "b"), ("e", "d"), ("x", "")):
+        relation = relations.add(turn(name, system, 20, after=after))
+        seen[name] = (relation.continuation, relation.reuse)
+    # d branches off after b. x is another conversation, whose opening was there once before.
+    assert seen == {"a": (0, 0), "b": (1, 1), "c": (1, 2), "d": (2, 3), "e": (1, 4), "x": (0, 1)}
+
+
+def test_u_ends_of_a_loop_outlive_its_reasoning() -> None:
+    """A tool loop a -> b, then a user message that drops the reasoning of both replies."""
+    relations = Relations(grid=10)
+    question = Span("q", 0, 100)
+    relations.add(turn("a", (question, Span("g", 0, 5)), 50, u_end=100))
+    looped = (question, Span("g", 0, 5), Span("a/out", 0, 50), Span("tool", 0, 30))
+    step = relations.add(turn("b", (*looped, Span("g", 0, 5)), 50, after="a", u_end=185))
+    assert step.input_ends == (100,) and step.input_end == 100
+    cleaned = (question, Span("h", 0, 3), Span("a/out", 20, 50), Span("next", 0, 60))
+    asked = relations.add(turn("c", cleaned, 50, after="b", u_end=190))
+    assert asked.rewritten == (D, U, P) and asked.input_end == 0
+    assert asked.input_ends == (100,)
+    assert relations.producer_age(turn("c", cleaned, 50, after="b"), U, 100) == 2
+
+
 def test_fates_are_told_apart() -> None:
     relations = Relations(grid=10)
     relations.add(turn("a", (Span("s", 0, 100),), 50, u_end=95))
