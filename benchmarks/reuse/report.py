@@ -35,8 +35,8 @@ def build_report(results: Iterable[Result]) -> Report:
         f"{len(arms)} arms with {requests:,} requests in all; results: {', '.join(sources)}; "
         f"repeats per arm: {', '.join(map(str, repeats))}.",
         f"A figure in brackets is its {CONFIDENCE:.0%} interval: a bootstrap over conversations "
-        f"and repeats ({RESAMPLES} resamples). Without brackets there was one conversation, or it "
-        "is a count.",
+        f"and repeats ({RESAMPLES} resamples). Without brackets there was one conversation "
+        "(of throughput and residents: one repeat), or it is a count.",
         "Simulated rows model time and vLLM's own prefix cache and run the product's own "
         "decisions; real rows were measured.",
     )
@@ -209,7 +209,7 @@ def format_value(value: float, unit: str) -> str:
         return f"{value * 1000:,.0f} ms" if abs(value) < 10 else f"{value:,.1f} s"
     if unit == Unit.COUNT:
         return f"{value:,.0f}" if value == int(value) else f"{value:,.1f}"
-    if unit in (Unit.WORK, Unit.WORK_PER_BYTE):
+    if unit in (Unit.WORK, Unit.WORK_PER_BYTE, Unit.REQUEST_RATE):
         return f"{value:.3g} {unit}"
     return f"{value:,.1f} {unit}" if abs(value) < 100 else f"{value:,.0f} {unit}"
 
