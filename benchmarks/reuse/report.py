@@ -150,12 +150,15 @@ def _remarks(account: Sequence[Verdict]) -> tuple[str, ...]:
             f"{arm.workload}, {arm.policy}, {budget_text(arm)}: only with P_end {arm.prompt_end}; "
             "the other half of the account is missing."
         )
-    slower = sum(1 for v in account if v.ttft_s.is_clear and (v.ttft_s.value or 0) > 0)
+    judged = [v for v in account if not v.idle]
+    slower = sum(1 for v in judged if v.ttft_s.is_clear and (v.ttft_s.value or 0) > 0)
     if account:
         remarks.append(
-            f"Of {len(account)} comparisons, {slower} come with a later first token, and in "
-            f"{_little(account)} the policy adds little."
+            f"Of {len(judged)} comparisons, {slower} come with a later first token, and in "
+            f"{_little(judged)} the policy adds little."
         )
+    if idle := len(account) - len(judged):
+        remarks.append(f"In {idle} more the policy had none of its ends to keep.")
     return tuple(remarks)
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from backhaul.benchmarks.reuse.model_shape import preset
+from backhaul.benchmarks.reuse.real import request_result
 from backhaul.benchmarks.reuse.record import (
     Arm,
     ArmResult,
@@ -18,9 +21,11 @@ from backhaul.benchmarks.reuse.record import (
 )
 from backhaul.benchmarks.reuse.relations import Relations, ends_of, fate, hits_without
 from backhaul.benchmarks.reuse.trace import Span, Turn
+from backhaul.deploy.pair import Leg
+from backhaul.deploy.pair import Turn as Answer
 from backhaul.protocols.checkpoint import CheckpointKind, PassedOver, Reason
 from backhaul.protocols.errors import ConfigError
-from backhaul.protocols.record import Candidate
+from backhaul.protocols.record import Candidate, RequestRecord, Selected
 
 ARM = Arm(source=Source.REAL, workload="full_replay", policy="both")
 D, U, P = CheckpointKind.DECODE_END, CheckpointKind.INPUT_END, CheckpointKind.PROMPT_END
@@ -149,6 +154,37 @@ def test_fates_are_told_apart() -> None:
     assert fate(D, relation, gone, 0) is EndFate.UNUSABLE
     assert fate(U, relation, gone, 0) is EndFate.NOT_KEPT
     assert fate(P, relation, [candidate(90, U)], 0) is EndFate.NOT_KEPT
+
+
+def test_a_real_request_says_the_work_that_its_end_added() -> None:
+    candidates = (candidate(64, U, selected=True), candidate(32, P))
+    said = RequestRecord(
+        prompt_tokens=100,
+        loaded_tokens=64,
+        recomputed_tokens=36,
+        selected=Selected(boundary=64, kind=U, kinds=(U,), age_s=1.0),
+        candidates=candidates,
+    )
+    leg = Leg(
+        tokens=(1,),
+        finish_reason="stop",
+        prompt_tokens=100,
+        cached_tokens=64,
+        backhaul=msgspec.to_builtins(said),
+        kv_transfer_params=None,
+        seconds=1.0,
+        first_token_s=1.0,
+    )
+    shape = preset("tiny-hybrid")
+    one = turn("b", (Span("s", 0, 101),), 1)
+    relations = Relations(grid=32)
+    result = request_result(
+        ARM, one, relations.add(one), relations, shape, Answer(prefill=leg, decode=leg), 0.0, 2.0
+    )
+    assert result.without == {U: 32}
+    # Pairs of tokens grow towards the end: more than half of the work of 64 tokens.
+    assert result.added_flops == {U: shape.prefill_flops(32, 64)}
+    assert result.added_flops[U] > result.loaded_flops / 2
 
 
 def test_the_hit_without_a_kind() -> None:
