@@ -9,9 +9,19 @@ from typing import NamedTuple
 from backhaul.benchmarks.reuse.figures import Book, Cell, Context, baseline, contexts
 from backhaul.benchmarks.reuse.record import NO_POLICY, Arm, PromptEndAt
 from backhaul.benchmarks.reuse.statistics import Estimate, paired
+from backhaul.protocols.checkpoint import CheckpointKind
 
 LITTLE = 0.02
 """Below this share of the prompt's tokens a gain is called little."""
+
+_OWN_ENDS = {
+    "input_end": (CheckpointKind.INPUT_END,),
+    "decode_end": (CheckpointKind.DECODE_END,),
+    "both": (CheckpointKind.INPUT_END, CheckpointKind.DECODE_END),
+    "auto": (CheckpointKind.INPUT_END, CheckpointKind.DECODE_END),
+    "boundaries": (CheckpointKind.BOUNDARY,),
+}
+"""Ends without which a policy does what engines do anyway."""
 
 
 class Verdict(NamedTuple):
@@ -21,12 +31,14 @@ class Verdict(NamedTuple):
         extra: extra share of prompt tokens reused.
         ttft_s: difference of the time to first token; negative is faster.
         against: the policy that it is compared with.
+        idle: the policy had none of its ends to keep, so that nothing can be said of it.
     """
 
     arm: Arm
     against: str
     extra: Estimate
     ttft_s: Estimate
+    idle: bool = False
 
     @property
     def text(self) -> str:
@@ -35,6 +47,8 @@ class Verdict(NamedTuple):
         where = f"P_end {self.arm.prompt_end}"
         if extra.value is None:
             return f"{where}: no request in common with {self.against}: nothing can be said."
+        if self.idle:
+            return f"{where}: {self.arm.policy} had none of its ends to keep: nothing can be said."
         said = f"{where}: {extra.value:+.1%} of the prompt's tokens"
         if not extra.is_clear:
             said += ", which is within the noise" if extra.low is not None else ", from one sample"
@@ -68,6 +82,7 @@ def verdicts(book: Book) -> list[Verdict]:
                     lambda r: r.prompt_tokens,
                 ),
                 paired(context.cell.requests, base.requests, lambda r: r.ttft_s),
+                _idle(context.cell),
             )
         )
     return sorted(found, key=lambda v: _order(v.arm))
@@ -86,6 +101,14 @@ def missing_counterparts(verdict_list: Iterable[Verdict]) -> list[Arm]:
 
 def _without(context: Context) -> Cell | None:
     return context.cells.get(NO_POLICY) or baseline(context.cells)
+
+
+def _idle(cell: Cell) -> bool:
+    """No end of the policy's own ever arrived at the store, nor was one refused."""
+    own = _OWN_ENDS.get(cell.arm.policy, ())
+    kinds = cell.kinds()
+    refused = sum(arm.refused for arm in cell.arms)
+    return bool(own) and not refused and not any(kinds[kind].logical for kind in own)
 
 
 def _order(arm: Arm) -> tuple[object, ...]:

@@ -19,10 +19,12 @@ from backhaul.benchmarks.reuse.record import (
 )
 from backhaul.benchmarks.reuse.statistics import (
     Estimate,
+    Term,
     mean,
     paired,
     quantile,
     rate,
+    ratio,
     share,
 )
 from backhaul.protocols.checkpoint import CheckpointKind
@@ -33,11 +35,15 @@ BASELINES = ("main_sparse", NO_POLICY)
 
 _D, _U, _P = CheckpointKind.DECODE_END, CheckpointKind.INPUT_END, CheckpointKind.PROMPT_END
 _LABELS = (
+    (_P, "P_end"),
     (_U, "U_end"),
     (_D, "D_end"),
     (CheckpointKind.SHARED_PREFIX, "junction"),
     (CheckpointKind.BOUNDARY, "boundary"),
 )
+_KEEPS_INPUT_END = ("input_end", "both", "auto")
+"""Policies under which a prefill worker keeps U_end, in the store and in its own cache."""
+_KEEPS_BOTH = ("both",)
 _MISSED = (EndFate.REWRITTEN, EndFate.NOT_KEPT, EndFate.UNUSABLE)
 
 
@@ -51,6 +57,7 @@ class Unit:
     SECONDS = "s"
     COUNT = "count"
     RATE = "tokens/s"
+    REQUEST_RATE = "requests/s"
     TOKENS_PER_MB = "tokens/MB"
     WORK_PER_BYTE = "FLOPs/byte"
 
@@ -70,6 +77,13 @@ class Cell:
     arm: Arm
     requests: list[RequestResult] = field(default_factory=list)
     arms: list[ArmResult] = field(default_factory=list)
+
+    @property
+    def keeps_input_end(self) -> bool:
+        """Whether there can be a U_end to resume at."""
+        return self.arm.policy in _KEEPS_INPUT_END or any(
+            _loaded_input_end(r) for r in self.requests
+        )
 
     @property
     def continuations(self) -> list[RequestResult]:
@@ -210,8 +224,8 @@ def input_end_fallback(context: Context) -> list[Figure]:
     missed = [r for r in context.cell.continuations if r.decode_end in _MISSED]
     rewritten = [r for r in missed if r.decode_end is EndFate.REWRITTEN]
     return [
-        Figure("input_end_fallback_rate", share(missed, _at_input_end), Unit.SHARE),
-        Figure("where rewritten", share(rewritten, _at_input_end), Unit.SHARE),
+        Figure("input_end_fallback_rate", _resumed_at_input_end(context, missed), Unit.SHARE),
+        Figure("where rewritten", _resumed_at_input_end(context, rewritten), Unit.SHARE),
         Figure("D_end missed", share(context.cell.continuations, _missed), Unit.SHARE),
     ]
 
@@ -221,7 +235,7 @@ def unreachable_prompt_end(context: Context) -> list[Figure]:
     first = context.cell.first_continuations
     unreachable = [r for r in first if _P in r.relation.rewritten]
     return [
-        Figure("avoided by U_end", share(unreachable, _at_input_end), Unit.SHARE),
+        Figure("avoided by U_end", _resumed_at_input_end(context, unreachable), Unit.SHARE),
         Figure("P_end unreachable", share(first, lambda r: _P in r.relation.rewritten), Unit.SHARE),
         Figure("hit there", hit_rate(unreachable), Unit.SHARE),
     ]
@@ -309,7 +323,7 @@ def recurrent_bytes(context: Context) -> list[Figure]:
 
 def second_endpoint(context: Context) -> list[Figure]:
     """10: whether the second endpoint's evictions eat its benefit."""
-    requests = context.cell.requests
+    requests = context.cell.requests if context.cell.arm.policy in _KEEPS_BOTH else []
     figures = [
         Figure(
             "incremental_hit_rate_of_second_checkpoint",
@@ -319,7 +333,7 @@ def second_endpoint(context: Context) -> list[Figure]:
         Figure("U_end's tokens", mean(requests, lambda r: _added(r, _U)), Unit.TOKENS),
         Figure(
             "incremental_saved_work_of_second_checkpoint",
-            mean(requests, _added_work),
+            _added_work(requests),
             Unit.WORK,
         ),
     ]
@@ -349,16 +363,18 @@ def second_endpoint(context: Context) -> list[Figure]:
 def under_concurrency(context: Context) -> list[Figure]:
     """11: time to first token, throughput, residency."""
     requests = context.cell.requests
-    seconds = sum(arm.seconds for arm in context.cell.arms)
-    prompt = sum(r.prompt_tokens for r in requests)
-    residents = [arm.residents for arm in context.cell.arms]
+    arms = context.cell.arms
+    tokens: dict[int, int] = {arm.arm.repeat: 0 for arm in arms}
+    for r in requests:
+        tokens[r.arm.repeat] += r.prompt_tokens
     figures = [
         Figure("TTFT", mean(requests, _ttft), Unit.SECONDS),
-        Figure("TTFT p50", _exact(quantile(map(_ttft, requests), 0.5)), Unit.SECONDS),
-        Figure("TTFT p95", _exact(quantile(map(_ttft, requests), 0.95)), Unit.SECONDS),
-        Figure("input throughput", _exact(prompt / seconds if seconds else None), Unit.RATE),
+        Figure("TTFT p50", quantile(requests, _ttft, 0.5), Unit.SECONDS),
+        Figure("TTFT p95", quantile(requests, _ttft, 0.95), Unit.SECONDS),
+        Figure("request throughput", _by_time(arms, lambda a: a.requests), Unit.REQUEST_RATE),
+        Figure("input throughput", _by_time(arms, lambda a: tokens[a.arm.repeat]), Unit.RATE),
         Figure("residency", mean(requests, lambda r: r.residency_s), Unit.SECONDS),
-        Figure("residents", _exact(sum(residents) / len(residents)), Unit.COUNT),
+        Figure("residents", _by_repeat(arms, lambda a: a.residents), Unit.COUNT),
     ]
     base = baseline(context.cells)
     if base is not None:
@@ -428,21 +444,26 @@ QUESTIONS: Sequence[Question] = (
         4,
         "When D_end does not match, how often U_end does",
         input_end_fallback,
-        "Resumed exactly at U_end's boundary, loaded or from prefill's own cache. D_end does not "
-        "match where the history was rewritten, nothing was kept, or what was kept is gone.",
+        "Resumed exactly at the U_end of the predecessor or of a request before it, loaded or, "
+        'where the policy keeps U_end, from prefill\'s own cache; "-" where it keeps none. D_end '
+        "does not match where the history was rewritten, nothing was kept, or what was kept is "
+        "gone.",
     ),
     Question(
         5,
         "How often U_end avoids a first miss caused by an unreachable P_end",
         unreachable_prompt_end,
-        "Of first continuations whose prompt departs from the predecessor's before its P_end.",
+        "Of first continuations whose prompt departs from the predecessor's before its P_end; "
+        '"-" where the policy keeps no U_end.',
     ),
     Question(
         6,
         "What U_end still adds once a junction was learnt",
         after_junction,
         "Over requests for which a junction's checkpoint could be loaded: tokens beyond what the "
-        "other checkpoints would have given.",
+        "other checkpoints would have given. A junction is learnt where prefill's own cache has "
+        "the attention of a prefix without its state. Where forgetting clears the attention too, "
+        'none is learnt and this cannot be answered ("-"): see the rows with P_end present.',
     ),
     Question(7, "Extra prompt tokens reused", extra_tokens, "Paired by request."),
     Question(
@@ -460,7 +481,8 @@ QUESTIONS: Sequence[Question] = (
         "Whether the second endpoint's evictions eat its benefit",
         second_endpoint,
         "U_end counts as the second one: what would have been lost without the checkpoints that "
-        "stand for it alone. Below 0 against the better single end: the second one costs more "
+        'stand for it alone; "-" under policies that keep one end or none. Below 0 against the '
+        "better single end: the second one costs more "
         "than it brings.",
     ),
     Question(
@@ -468,14 +490,15 @@ QUESTIONS: Sequence[Question] = (
         "Effect on TTFT, throughput and residency under concurrency",
         under_concurrency,
         "Residency: from sending a request to the end of its output; residents: requests in the "
-        "system, mean over time. Negative against the baseline is faster.",
+        "system, mean over time. Intervals of throughput and residents are over repeats. Negative "
+        "against the baseline is faster.",
     ),
     Question(
         12,
         "First reuse against steady state",
         first_and_steady,
-        "First reuse: the first request that continues a history (or opens with the same system "
-        "prompt as one before); steady state: the later ones.",
+        "First reuse: the first request that continues a conversation (or opens with the same "
+        "system prompt as one before); steady state: the later ones, further turns included.",
     ),
     Question(
         13,
@@ -511,17 +534,38 @@ def _missed(r: RequestResult) -> bool:
     return r.decode_end in _MISSED
 
 
+def _resumed_at_input_end(context: Context, requests: Iterable[RequestResult]) -> Estimate:
+    return share(requests if context.cell.keeps_input_end else (), _at_input_end)
+
+
 def _at_input_end(r: RequestResult) -> bool:
-    return 0 < r.relation.input_end == r.hit_tokens
+    """Of a policy that keeps U_end."""
+    if r.loaded_tokens:
+        return _loaded_input_end(r)
+    return r.hit_tokens in {r.relation.input_end, *r.relation.input_ends} - {0}
+
+
+def _loaded_input_end(r: RequestResult) -> bool:
+    return _U in r.selected_kinds or r.input_end is EndFate.SELECTED
 
 
 def _added(r: RequestResult, kind: CheckpointKind) -> float:
     return r.hit_tokens - r.without.get(kind, r.hit_tokens)
 
 
-def _added_work(r: RequestResult) -> float:
-    """Work of U_end's own tokens, at the loaded tokens' mean work."""
-    return _added(r, _U) * r.loaded_flops / r.loaded_tokens if r.loaded_tokens else 0.0
+def _added_work(requests: Sequence[RequestResult]) -> Estimate:
+    """Work of U_end's own tokens per request; none where the results do not say it."""
+    if any(_U in r.without and _U not in r.added_flops for r in requests):
+        return Estimate(samples=len(requests))
+    return mean(requests, lambda r: r.added_flops.get(_U, 0.0))
+
+
+def _by_time(arms: Iterable[ArmResult], count: Callable[[ArmResult], float]) -> Estimate:
+    return ratio(Term((arm.arm.repeat, ""), count(arm), arm.seconds) for arm in arms)
+
+
+def _by_repeat(arms: Iterable[ArmResult], value: Callable[[ArmResult], float]) -> Estimate:
+    return ratio(Term((arm.arm.repeat, ""), value(arm), 1.0) for arm in arms)
 
 
 def _exact(value: float | None, count: int = 0) -> Estimate:

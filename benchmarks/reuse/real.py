@@ -218,6 +218,7 @@ def request_result(
     kind = selected.kind if selected else ""
     tokens = said.prompt_tokens or leg.prompt_tokens
     hit = said.local_tokens + said.loaded_tokens
+    without = hits_without(said.candidates, local_tokens=said.local_tokens, selected=boundary)
     return RequestResult(
         arm=arm,
         request=turn.request,
@@ -235,7 +236,8 @@ def request_result(
         decode_end=fate(CheckpointKind.DECODE_END, relation, said.candidates, boundary),
         input_end=fate(CheckpointKind.INPUT_END, relation, said.candidates, boundary),
         prompt_end=fate(CheckpointKind.PROMPT_END, relation, said.candidates, boundary),
-        without=hits_without(said.candidates, local_tokens=said.local_tokens, selected=boundary),
+        without=without,
+        added_flops={kind: shape.prefill_flops(less, hit) for kind, less in without.items()},
         junction_known=any(
             c.consumable and CheckpointKind.SHARED_PREFIX in c.kinds for c in said.candidates
         ),

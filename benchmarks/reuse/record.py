@@ -107,12 +107,15 @@ class Relation(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         continuation: 0 where it continues nobody, 1 for the first request that continues its
             predecessor, 2 for the second (a branch), and so on.
-        reuse: how many earlier requests could reuse the same history, this one included: 0 where
-            there is nothing to reuse, 1 at the first reuse. For a request without predecessor, the
-            history is what opens its prompt (a system prompt).
+        reuse: how many requests so far could reuse the history of this conversation, this one
+            included: 0 where there is nothing to reuse, 1 at the first reuse (the second turn),
+            2 at the next one, whether it goes on or branches off. For a request without
+            predecessor, the history is what opens its prompt (a system prompt).
         tool_continuation: see ``Turn``.
         decode_end, input_end, prompt_end: tokens of the predecessor's ends that this prompt still
             begins with, materialised on the grid; 0 where the history was rewritten before them.
+        input_ends: U_ends of the predecessor and those before it that this prompt still begins
+            with, ascending.
         rewritten: names of the predecessor's ends that the prompt no longer begins with.
     """
 
@@ -122,6 +125,7 @@ class Relation(msgspec.Struct, frozen=True, kw_only=True):
     decode_end: int = 0
     input_end: int = 0
     prompt_end: int = 0
+    input_ends: tuple[int, ...] = ()
     rewritten: tuple[CheckpointKind, ...] = ()
 
 
@@ -142,6 +146,7 @@ class RequestResult(msgspec.Struct, frozen=True, kw_only=True, tag="request", ta
             checkpoint, 2 for the one before, ...; 0 where unknown or nothing was selected.
         without: kind -> local and loaded tokens there would have been had no checkpoint stood for
             that kind alone; only kinds for which it is less.
+        added_flops: the same kinds -> estimated work of the tokens from there to the hit.
         junction_known: a consumable candidate was a junction.
         reason: why nothing was loaded, where there is one.
         forced_splits: prefill chunks that were ended for a checkpoint.
@@ -170,6 +175,7 @@ class RequestResult(msgspec.Struct, frozen=True, kw_only=True, tag="request", ta
     input_end: EndFate = EndFate.NO_PREDECESSOR
     prompt_end: EndFate = EndFate.NO_PREDECESSOR
     without: dict[CheckpointKind, int] = {}
+    added_flops: dict[CheckpointKind, float] = {}
     junction_known: bool = False
     reason: str = ""
     forced_splits: int = 0

@@ -55,14 +55,19 @@ class Relations:
         self._grid = grid
         self._handed = handed_tokens
         self._turns: dict[str, Turn] = {}
+        self._roots: dict[str, str] = {}
+        self._reused: Counter[str] = Counter()
+        self._input_ends: dict[str, tuple[int, ...]] = {}
         self._continued: Counter[str] = Counter()
         self._opened: Counter[tuple[str, int]] = Counter()
 
     def add(self, turn: Turn) -> Relation:
         """How ``turn`` relates to those added before."""
-        self._turns[turn.request] = turn
         predecessor = self._turns.get(turn.after) if turn.after else None
+        self._turns[turn.request] = turn
         if predecessor is None:
+            self._roots[turn.request] = turn.request
+            self._keep_input_end(turn, ())
             reuse = 0
             if turn.prompt:
                 opening = (turn.prompt[0].source, turn.prompt[0].start)
@@ -71,18 +76,28 @@ class Relations:
             return Relation(reuse=reuse, tool_continuation=turn.tool_continuation)
         self._continued[turn.after] += 1
         continuation = self._continued[turn.after]
+        root = self._roots[turn.request] = self._roots[turn.after]
+        self._reused[root] += 1
         common = shared_prefix((*predecessor.prompt, *predecessor.output), turn.prompt)
         ends = ends_of(predecessor, self._grid, handed_tokens=self._handed)
         depths = dict(zip(_ENDS, ends, strict=True))
+        input_ends = tuple(end for end in self._input_ends[turn.after] if end <= common)
+        self._keep_input_end(turn, input_ends)
         return Relation(
             continuation=continuation,
-            reuse=continuation,
+            reuse=self._reused[root],
             tool_continuation=turn.tool_continuation,
             decode_end=ends.decode_end if ends.decode_end <= common else 0,
             input_end=ends.input_end if ends.input_end <= common else 0,
             prompt_end=ends.prompt_end if ends.prompt_end <= common else 0,
+            input_ends=input_ends,
             rewritten=tuple(kind for kind, depth in depths.items() if depth > common),
         )
+
+    def _keep_input_end(self, turn: Turn, earlier: tuple[int, ...]) -> None:
+        """Note a turn's U_end with those ``earlier`` ones that its prompt begins with."""
+        own = ends_of(turn, self._grid, handed_tokens=self._handed).input_end
+        self._input_ends[turn.request] = tuple(sorted({*earlier, own} - {0}))
 
     def producer_age(self, turn: Turn, kind: str, boundary: int) -> int:
         """How many requests back, along ``after``, the end of that kind at ``boundary`` was made;

@@ -35,8 +35,8 @@ def build_report(results: Iterable[Result]) -> Report:
         f"{len(arms)} arms with {requests:,} requests in all; results: {', '.join(sources)}; "
         f"repeats per arm: {', '.join(map(str, repeats))}.",
         f"A figure in brackets is its {CONFIDENCE:.0%} interval: a bootstrap over conversations "
-        f"and repeats ({RESAMPLES} resamples). Without brackets there was one conversation, or it "
-        "is a count.",
+        f"and repeats ({RESAMPLES} resamples). Without brackets there was one conversation "
+        "(of throughput and residents: one repeat), or it is a count.",
         "Simulated rows model time and vLLM's own prefix cache and run the product's own "
         "decisions; real rows were measured.",
     )
@@ -150,12 +150,15 @@ def _remarks(account: Sequence[Verdict]) -> tuple[str, ...]:
             f"{arm.workload}, {arm.policy}, {budget_text(arm)}: only with P_end {arm.prompt_end}; "
             "the other half of the account is missing."
         )
-    slower = sum(1 for v in account if v.ttft_s.is_clear and (v.ttft_s.value or 0) > 0)
+    judged = [v for v in account if not v.idle]
+    slower = sum(1 for v in judged if v.ttft_s.is_clear and (v.ttft_s.value or 0) > 0)
     if account:
         remarks.append(
-            f"Of {len(account)} comparisons, {slower} come with a later first token, and in "
-            f"{_little(account)} the policy adds little."
+            f"Of {len(judged)} comparisons, {slower} come with a later first token, and in "
+            f"{_little(judged)} the policy adds little."
         )
+    if idle := len(account) - len(judged):
+        remarks.append(f"In {idle} more the policy had none of its ends to keep.")
     return tuple(remarks)
 
 
@@ -209,7 +212,7 @@ def format_value(value: float, unit: str) -> str:
         return f"{value * 1000:,.0f} ms" if abs(value) < 10 else f"{value:,.1f} s"
     if unit == Unit.COUNT:
         return f"{value:,.0f}" if value == int(value) else f"{value:,.1f}"
-    if unit in (Unit.WORK, Unit.WORK_PER_BYTE):
+    if unit in (Unit.WORK, Unit.WORK_PER_BYTE, Unit.REQUEST_RATE):
         return f"{value:.3g} {unit}"
     return f"{value:,.1f} {unit}" if abs(value) < 100 else f"{value:,.0f} {unit}"
 

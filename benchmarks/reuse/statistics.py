@@ -106,10 +106,24 @@ def paired(
     return ratio(terms)
 
 
-def quantile(values: Iterable[float], q: float) -> float | None:
-    """The q-quantile; None of nothing."""
-    found = sorted(values)
-    return float(np.quantile(found, q)) if found else None
+def quantile(requests: Iterable[RequestResult], value: Value, q: float) -> Estimate:
+    """The q-quantile over the requests."""
+    found = sorted((value(r), r.cluster) for r in requests)
+    values = np.array([one for one, _ in found], dtype=np.float64)
+    numbers: dict[Cluster, int] = {}
+    clusters = np.array([numbers.setdefault(c, len(numbers)) for _, c in found], dtype=np.intp)
+    if not found:
+        return Estimate()
+    middle = float(np.quantile(values, q))
+    if len(numbers) < 2:
+        return Estimate(middle, None, None, len(found), len(numbers))
+    resampled = []
+    for weights in _weights(len(numbers)).astype(np.intp):
+        drawn = np.repeat(values, weights[clusters])
+        resampled.append(np.quantile(drawn, q))
+    tail = (1 - CONFIDENCE) / 2
+    low, high = np.quantile(resampled, [tail, 1 - tail])
+    return Estimate(middle, float(low), float(high), len(found), len(numbers))
 
 
 @functools.lru_cache(maxsize=8)

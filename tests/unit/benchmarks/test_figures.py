@@ -23,7 +23,7 @@ from backhaul.benchmarks.reuse.record import (
     Result,
     Source,
 )
-from backhaul.benchmarks.reuse.statistics import Term, ratio
+from backhaul.benchmarks.reuse.statistics import Estimate, Term, ratio
 from backhaul.protocols.checkpoint import CheckpointKind
 from backhaul.protocols.errors import ConfigError
 
@@ -63,6 +63,7 @@ BOTH = [
         selected_boundary=80,
         decode_end=EndFate.SELECTED,
         without={D: 40},
+        added_flops={D: 400.0},
         loaded_flops=600.0,
         saved_flops=800.0,
         prefill_flops=1000.0,
@@ -79,6 +80,7 @@ BOTH = [
         decode_end=EndFate.REWRITTEN,
         input_end=EndFate.SELECTED,
         without={U: 10},
+        added_flops={U: 450.0},
         junction_known=True,
         loaded_flops=500.0,
         saved_flops=500.0,
@@ -114,6 +116,7 @@ KINDS = {
     D: KindResult(logical=4, duplicates=1, created=3, state_bytes=300, evicted=2),
     U: KindResult(logical=4, duplicates=2, created=2, state_bytes=200),
     J: KindResult(logical=2, duplicates=0, created=2, state_bytes=200, evicted=1),
+    P: KindResult(logical=5, duplicates=3, created=1, state_bytes=100),
 }
 RESULTS: list[Result] = [
     *BOTH,
@@ -152,20 +155,22 @@ EXPECTED: dict[int, dict[str, float]] = {
     7: {"reused": 130 / 500, "extra against main_sparse": 60 / 500, "extra per request": 15},
     # 1,300 of 4,000 FLOPs; the baseline 700 over four requests.
     8: {"avoided": 1300 / 4000, "extra per request against main_sparse": 150},
-    # 700 bytes of state, 110 tokens and 1,100 FLOPs loaded.
+    # 800 bytes of state, 110 tokens and 1,100 FLOPs loaded.
     9: {
+        "P_end bytes": 100,
+        "per P_end": 100,
         "U_end bytes": 200,
         "per U_end": 100,
         "D_end bytes": 300,
         "per D_end": 100,
-        "saved_prompt_tokens_per_retained_state_byte": 110 / 700 * 1e6,
-        "saved_prefill_work_per_retained_state_byte": 1100 / 700,
+        "saved_prompt_tokens_per_retained_state_byte": 110 / 800 * 1e6,
+        "saved_prefill_work_per_retained_state_byte": 1100 / 800,
     },
-    # U_end: b1's 40 tokens, 400 FLOPs. decode_end alone reused 190, so both lost 60 of 500.
+    # U_end: b1's 40 tokens, 450 FLOPs. decode_end alone reused 190, so both lost 60 of 500.
     10: {
         "incremental_hit_rate_of_second_checkpoint": 1 / 4,
         "U_end's tokens": 10,
-        "incremental_saved_work_of_second_checkpoint": 100,
+        "incremental_saved_work_of_second_checkpoint": 450 / 4,
         "against the better single end, here": -60 / 500,
         "evicted": 3,
         "evicted unused": 1,
@@ -174,6 +179,7 @@ EXPECTED: dict[int, dict[str, float]] = {
     11: {
         "TTFT": 0.3,
         "TTFT p50": 0.3,
+        "request throughput": 0.5,
         "input throughput": 50,
         "residency": 2.5,
         "residents": 1.5,
@@ -185,7 +191,14 @@ EXPECTED: dict[int, dict[str, float]] = {
         "first reuse that found nothing": 0.0,
         "later ones that found nothing": 1.0,
     },
-    13: {"shared": 3 / 10, "U_end": 1 / 2, "D_end": 1 / 4, "junction": 0.0, "logical ends": 10},
+    13: {
+        "shared": 6 / 15,
+        "P_end": 3 / 5,
+        "U_end": 1 / 2,
+        "D_end": 1 / 4,
+        "junction": 0.0,
+        "logical ends": 15,
+    },
 }
 
 
@@ -201,7 +214,97 @@ def test_nothing_to_count_is_no_number() -> None:
     for question in QUESTIONS:
         for figure in question.figures(alone):
             value = figure.estimate.value
-            assert value is None or value == 0 or figure.name in ("input throughput",)
+            assert value is None or value == 0 or figure.name.endswith("throughput")
+
+
+def answers(number: int, results: list[Result], policy: str = "both") -> dict[str, Estimate]:
+    return {f.name: f.estimate for f in QUESTIONS[number - 1].figures(context(policy, results))}
+
+
+def test_u_end_of_an_earlier_request_is_a_fallback() -> None:
+    """After a tool loop the next user message departs within the loop: what is left is the U_end
+    of the user's turn, and that of the predecessor is gone."""
+    after_loop = Relation(continuation=1, reuse=4, input_ends=(40,), rewritten=(D, U, P))
+    gone = {"decode_end": EndFate.REWRITTEN, "input_end": EndFate.REWRITTEN}
+    results: list[Result] = [
+        # Loaded, and from prefill's own cache.
+        request(
+            "a5",
+            relation=after_loop,
+            loaded_tokens=40,
+            selected="input_end",
+            selected_kinds=(U, J),
+            selected_boundary=40,
+            **gone,
+        ),
+        request("b5", relation=after_loop, local_tokens=40, **gone),
+        # A junction at the same position, and a hit that is nobody's U_end.
+        request("c5", relation=after_loop, loaded_tokens=40, selected_kinds=(J,), **gone),
+        request("d5", relation=after_loop, local_tokens=20, **gone),
+        done("both"),
+    ]
+    found = answers(4, results)
+    assert found["input_end_fallback_rate"].value == found["where rewritten"].value == 2 / 4
+    assert answers(5, results)["avoided by U_end"].value == 2 / 4
+
+
+@pytest.mark.parametrize("policy", ["none", "main_sparse", "decode_end", "boundaries"])
+def test_without_u_end_there_is_no_fallback_to_it(policy: str) -> None:
+    """A P_end that lies on the same boundary as U_end would."""
+    relation = Relation(continuation=1, reuse=1, input_end=50, input_ends=(50,), rewritten=(D, P))
+    one = request("a1", policy, relation=relation, local_tokens=50, decode_end=EndFate.REWRITTEN)
+    found = answers(4, [one, done(policy)], policy)
+    assert found["input_end_fallback_rate"].value is found["where rewritten"].value is None
+    assert found["D_end missed"].value == 1.0
+    found = answers(5, [one, done(policy)], policy)
+    assert found["avoided by U_end"].value is None and found["hit there"].value == 0.5
+
+
+@pytest.mark.parametrize("policy", ["none", "input_end", "decode_end", "auto"])
+def test_one_end_has_no_second_checkpoint(policy: str) -> None:
+    one = request(
+        "a1", policy, loaded_tokens=50, selected_kinds=(U,), without={U: 0}, added_flops={U: 500.0}
+    )
+    found = answers(10, [one, done(policy, refused=2)], policy)
+    assert found["refused"].value == 2
+    for name in (
+        "incremental_hit_rate_of_second_checkpoint",
+        "U_end's tokens",
+        "incremental_saved_work_of_second_checkpoint",
+    ):
+        assert found[name].value is None, name
+
+
+def test_work_that_no_result_tells_is_no_number() -> None:
+    one = request("a1", loaded_tokens=50, selected_kinds=(U,), without={U: 0})
+    found = answers(10, [one, done("both")])
+    assert found["incremental_hit_rate_of_second_checkpoint"].value == 1.0
+    assert found["incremental_saved_work_of_second_checkpoint"].value is None
+
+
+def test_throughput_and_residents_are_resampled_by_repeat() -> None:
+    results: list[Result] = []
+    for repeat, seconds in enumerate((5.0, 10.0, 25.0)):
+        one = arm("both", repeat=repeat)
+        results += [request(f"{c}1", arm=one, ttft_s=seconds) for c in "abcd"]
+        results.append(done("both", arm=one, seconds=seconds, requests=4, residents=seconds / 5))
+    found = answers(11, results)
+    # 12 requests of 100 tokens in 40 s; no resample leaves four in 25 s ... four in 5 s.
+    bounds = {
+        "request throughput": (4 / 25, 12 / 40, 4 / 5),
+        "input throughput": (400 / 25, 1200 / 40, 400 / 5),
+        "residents": (1, 8 / 3, 5),
+        "TTFT p50": (5, 10, 25),
+        "TTFT p95": (5, 25, 25),
+    }
+    for name, (lowest, value, highest) in bounds.items():
+        estimate = found[name]
+        assert estimate.value == pytest.approx(value), name
+        assert estimate.low is not None and estimate.high is not None, name
+        assert lowest - 1e-9 <= estimate.low < estimate.high <= highest + 1e-9, name
+        assert estimate.low <= value <= estimate.high, name
+    alone = answers(11, RESULTS)["request throughput"]
+    assert alone.value == 0.5 and alone.low is None
 
 
 def test_a_budget_is_compared_with_the_same_without() -> None:
@@ -239,7 +342,8 @@ def test_the_account_says_where_little_is_added() -> None:
             results += [
                 request(f"{c}1", arm=one, local_tokens=hit, ttft_s=ttft) for c in "abcdefgh"
             ]
-            results.append(done(policy, arm=one))
+            kinds = {U: KindResult(logical=8, created=8)} if policy == "both" else {}
+            results.append(done(policy, arm=one, kinds=kinds))
     first, second = verdicts(gather(results))
     assert first.arm.prompt_end is PromptEndAt.PRESENT
     assert "+1.0% of the prompt's tokens: both adds little here" in first.text
@@ -247,6 +351,32 @@ def test_the_account_says_where_little_is_added() -> None:
     assert "900 ms sooner" in second.text
     assert missing_counterparts([first, second]) == []
     assert missing_counterparts([second]) == [second.arm]
+
+
+@pytest.mark.parametrize(
+    ("policy", "kinds", "refused", "idle"),
+    [
+        ("boundaries", {}, 0, True),
+        ("boundaries", {J: KindResult(logical=3, created=3)}, 0, True),
+        ("boundaries", {CheckpointKind.BOUNDARY: KindResult(logical=1, created=1)}, 0, False),
+        ("boundaries", {}, 1, False),
+        ("input_end", {D: KindResult(logical=1, created=1)}, 0, True),
+        ("both", {D: KindResult(logical=1, created=1)}, 0, False),
+        ("main_sparse", {}, 0, False),
+    ],
+)
+def test_a_policy_that_had_nothing_to_keep_is_not_judged(
+    policy: str, kinds: dict[CheckpointKind, KindResult], refused: int, idle: bool
+) -> None:
+    results: list[Result] = [
+        *(request(f"{c}1", name) for name in ("none", policy) for c in "ab"),
+        done("none"),
+        done(policy, kinds=kinds, refused=refused),
+    ]
+    (verdict,) = verdicts(gather(results))
+    assert verdict.idle is idle
+    assert ("had none of its ends to keep: nothing can be said" in verdict.text) is idle
+    assert ("adds little here" in verdict.text) is not idle
 
 
 terms = st.lists(

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from backhaul.benchmarks.reuse.model_shape import preset
+from backhaul.benchmarks.reuse.real import request_result
 from backhaul.benchmarks.reuse.record import (
     Arm,
     ArmResult,
@@ -18,9 +21,11 @@ from backhaul.benchmarks.reuse.record import (
 )
 from backhaul.benchmarks.reuse.relations import Relations, ends_of, fate, hits_without
 from backhaul.benchmarks.reuse.trace import Span, Turn
+from backhaul.deploy.pair import Leg
+from backhaul.deploy.pair import Turn as Answer
 from backhaul.protocols.checkpoint import CheckpointKind, PassedOver, Reason
 from backhaul.protocols.errors import ConfigError
-from backhaul.protocols.record import Candidate
+from backhaul.protocols.record import Candidate, RequestRecord, Selected
 
 ARM = Arm(source=Source.REAL, workload="full_replay", policy="both")
 D, U, P = CheckpointKind.DECODE_END, CheckpointKind.INPUT_END, CheckpointKind.PROMPT_END
@@ -110,6 +115,32 @@ def test_relations_name_what_was_rewritten() -> None:
     assert relations.producer_age(later, U, 50) == 0
 
 
+def test_reuse_counts_a_conversations_history() -> None:
+    relations = Relations(grid=10)
+    system = (Span("s", 0, 50),)
+    seen = {}
+    for name, after in (("a", ""), ("b", "a"), ("c", "b"), ("d", "b"), ("e", "d"), ("x", "")):
+        relation = relations.add(turn(name, system, 20, after=after))
+        seen[name] = (relation.continuation, relation.reuse)
+    # d branches off after b. x is another conversation, whose opening was there once before.
+    assert seen == {"a": (0, 0), "b": (1, 1), "c": (1, 2), "d": (2, 3), "e": (1, 4), "x": (0, 1)}
+
+
+def test_u_ends_of_a_loop_outlive_its_reasoning() -> None:
+    """A tool loop a -> b, then a user message that drops the reasoning of both replies."""
+    relations = Relations(grid=10)
+    question = Span("q", 0, 100)
+    relations.add(turn("a", (question, Span("g", 0, 5)), 50, u_end=100))
+    looped = (question, Span("g", 0, 5), Span("a/out", 0, 50), Span("tool", 0, 30))
+    step = relations.add(turn("b", (*looped, Span("g", 0, 5)), 50, after="a", u_end=185))
+    assert step.input_ends == (100,) and step.input_end == 100
+    cleaned = (question, Span("h", 0, 3), Span("a/out", 20, 50), Span("next", 0, 60))
+    asked = relations.add(turn("c", cleaned, 50, after="b", u_end=190))
+    assert asked.rewritten == (D, U, P) and asked.input_end == 0
+    assert asked.input_ends == (100,)
+    assert relations.producer_age(turn("c", cleaned, 50, after="b"), U, 100) == 2
+
+
 def test_fates_are_told_apart() -> None:
     relations = Relations(grid=10)
     relations.add(turn("a", (Span("s", 0, 100),), 50, u_end=95))
@@ -123,6 +154,37 @@ def test_fates_are_told_apart() -> None:
     assert fate(D, relation, gone, 0) is EndFate.UNUSABLE
     assert fate(U, relation, gone, 0) is EndFate.NOT_KEPT
     assert fate(P, relation, [candidate(90, U)], 0) is EndFate.NOT_KEPT
+
+
+def test_a_real_request_says_the_work_that_its_end_added() -> None:
+    candidates = (candidate(64, U, selected=True), candidate(32, P))
+    said = RequestRecord(
+        prompt_tokens=100,
+        loaded_tokens=64,
+        recomputed_tokens=36,
+        selected=Selected(boundary=64, kind=U, kinds=(U,), age_s=1.0),
+        candidates=candidates,
+    )
+    leg = Leg(
+        tokens=(1,),
+        finish_reason="stop",
+        prompt_tokens=100,
+        cached_tokens=64,
+        backhaul=msgspec.to_builtins(said),
+        kv_transfer_params=None,
+        seconds=1.0,
+        first_token_s=1.0,
+    )
+    shape = preset("tiny-hybrid")
+    one = turn("b", (Span("s", 0, 101),), 1)
+    relations = Relations(grid=32)
+    result = request_result(
+        ARM, one, relations.add(one), relations, shape, Answer(prefill=leg, decode=leg), 0.0, 2.0
+    )
+    assert result.without == {U: 32}
+    # Pairs of tokens grow towards the end: more than half of the work of 64 tokens.
+    assert result.added_flops == {U: shape.prefill_flops(32, 64)}
+    assert result.added_flops[U] > result.loaded_flops / 2
 
 
 def test_the_hit_without_a_kind() -> None:

@@ -90,6 +90,18 @@ def test_equal_results_give_equal_files(results: list[Result], tmp_path: Path) -
         assert path.read_bytes() == other.read_bytes(), path.name
 
 
+def test_a_policy_without_its_ends_is_no_comparison() -> None:
+    turns = workload("full_replay", Sizes(conversations=2, turns=2, system=200))
+    policies = [None, Policy.BOTH, Policy.BOUNDARIES]
+    arms = plan("w", preset("tiny-hybrid"), Deployment(), policies=policies)
+    report = build_report([r for one in run_arms(arms, turns) for r in (*one.results, one.arm)])
+    said = {row[4]: row[-1] for row in report.accounting.rows}  # P_end present and absent
+    assert "boundaries had none of its ends to keep: nothing can be said" in said["boundaries"]
+    assert "% of the prompt's tokens" in said["both"]
+    remarks = "\n".join(report.remarks)
+    assert "Of 2 comparisons" in remarks and "In 2 more the policy had none" in remarks
+
+
 @pytest.mark.parametrize(
     ("value", "unit", "text"),
     [
@@ -99,6 +111,7 @@ def test_equal_results_give_equal_files(results: list[Result], tmp_path: Path) -
         (75.0, Unit.SECONDS, "75.0 s"),
         (3.0, Unit.COUNT, "3"),
         (1234.5, Unit.TOKENS, "1,234 tokens"),
+        (0.0512, Unit.REQUEST_RATE, "0.0512 requests/s"),
         (2.5e12, Unit.WORK, "2.5e+12 FLOPs"),
     ],
 )

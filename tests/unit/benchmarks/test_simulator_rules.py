@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backhaul.benchmarks.reuse.deployment import Deployment, Routing
+from backhaul.benchmarks.reuse.figures import QUESTIONS, contexts, gather
 from backhaul.benchmarks.reuse.model_shape import PRESETS, preset
 from backhaul.benchmarks.reuse.record import ArmResult, EndFate, RequestResult
 from backhaul.benchmarks.reuse.report import format_bytes
@@ -105,6 +106,32 @@ def test_a_rewritten_reply_resumes_at_u_end_or_nowhere() -> None:
                 assert result.decode_end is EndFate.REWRITTEN
                 assert result.input_end is EndFate.SELECTED
     assert total_hits(run(trace, Policy.DECODE_END)[0]) == 0
+
+
+def test_what_a_tool_loop_leaves_is_the_u_end_of_the_users_turn() -> None:
+    """The next user message drops the loop's reasoning, so that the D_end and the U_end of the
+    loop's last step are gone, and the report says what was used instead."""
+    trace = workload("tool_loop", SMALL)
+    known = {turn.request: turn for turn in trace}
+    rates = {}
+    for policy in (None, Policy.DECODE_END, Policy.BOTH):
+        results, arm, _ = run(trace, policy)
+        rewritten = [r for r in results if CheckpointKind.DECODE_END in r.relation.rewritten]
+        assert len(rewritten) == 5 * 2
+        for result in rewritten if policy is Policy.BOTH else ():
+            step = known[known[result.request].after]
+            while not step.user_turn:
+                step = known[step.after]
+            assert result.loaded_tokens == (step.u_end or 0) // B * B
+            assert CheckpointKind.INPUT_END in result.selected_kinds
+        (context,) = contexts(gather([*results, arm]))
+        answer = {f.name: f.estimate.value for f in QUESTIONS[3].figures(context)}
+        rates[policy] = (answer["input_end_fallback_rate"], answer["where rewritten"])
+    assert rates == {
+        None: (None, None),
+        Policy.DECODE_END: (None, None),
+        Policy.BOTH: (1.0, 1.0),
+    }
 
 
 def test_sticky_routing_finds_p_end_where_it_can_be_reached() -> None:
