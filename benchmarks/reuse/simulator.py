@@ -30,6 +30,7 @@ from backhaul.benchmarks.reuse.record import (
     Arm,
     ArmResult,
     Budget,
+    Relation,
     RequestResult,
     Source,
 )
@@ -187,15 +188,14 @@ class Simulator:
                 LocalCache(shape.grid, pages=pages, state_pages=shape.state_pages),
                 deployment,
             )
-            for i in range(
-                1 if deployment.routing is Routing.FORGET else deployment.prefill_workers
-            )
+            for i in range(deployment.prefill_workers)
         ]
         self.decode = [
             _DecodeWorker(f"decode-{i}", deployment) for i in range(deployment.decode_workers)
         ]
         self._hashes = BoundaryHashes(shape.grid)
         self._relations = Relations(shape.grid, handed_tokens=deployment.handed_tokens)
+        self._related: dict[str, Relation] = {}
         self._followers: dict[str, list[Turn]] = {}
         self._homes: dict[str, _PrefillWorker] = {}
         self._next_worker = 0
@@ -213,6 +213,8 @@ class Simulator:
         for turn in turns:
             begin = turn.arrival_s if begin is None else min(begin, turn.arrival_s)
             known.add(turn.request)
+            # In the trace's order: that of the ends differs from policy to policy.
+            self._related[turn.request] = self._relations.add(turn)
             if turn.after and turn.after in known and turn.after != turn.request:
                 self._followers.setdefault(turn.after, []).append(turn)
             else:
@@ -484,7 +486,7 @@ class Simulator:
 
     def _record(self, job: _Job, now: float) -> None:
         turn = job.turn
-        relation = self._relations.add(turn)
+        relation = self._related[turn.request]
         limits = Limits(
             local_tokens=job.local_tokens,
             limit_tokens=job.tokens - 1,

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from backhaul.benchmarks.reuse.deployment import Deployment, Routing
 from backhaul.benchmarks.reuse.model_shape import PRESETS, preset
 from backhaul.benchmarks.reuse.record import ArmResult, EndFate, RequestResult
+from backhaul.benchmarks.reuse.relations import Relations
 from backhaul.benchmarks.reuse.report import format_bytes
 from backhaul.benchmarks.reuse.simulator import Experiment, Simulator
 from backhaul.benchmarks.reuse.trace import Span, Turn
@@ -84,6 +85,21 @@ def test_the_books_agree(name: str, routing: Routing) -> None:
         assert sum(k.logical - k.duplicates for k in kinds) == sum(k.created for k in kinds)
         for kind in kinds:
             assert kind.state_bytes == kind.created * TINY.state_bytes
+
+
+def test_relations_follow_the_trace_and_not_the_policy() -> None:
+    """However contention orders the ends, each request stays what it is in the trace."""
+    trace = workload("branching", msgspec.structs.replace(SMALL, conversations=8, think_s=0.5))
+    relations = Relations(TINY.grid, handed_tokens=1)
+    expected = {turn.request: relations.add(turn) for turn in trace}
+    crowded = Deployment(prefill_workers=2, decode_workers=1, decode_slots=2)
+    crowded = msgspec.structs.replace(crowded, prefill_flops_per_s=3e10)
+    orders = []
+    for policy in (None, Policy.DECODE_END, Policy.BOTH):
+        results = run(trace, policy, crowded)[0]
+        assert {r.request: r.relation for r in results} == expected
+        orders.append([r.request for r in results])
+    assert len({tuple(order) for order in orders}) > 1, "policies end requests in other orders"
 
 
 @pytest.mark.parametrize("policy", [Policy.DECODE_END, Policy.BOTH])
