@@ -69,7 +69,7 @@ def simulate(
     ] = "qwen3.5-35b-a3b",
     routing: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="sticky (P_end present), round_robin, forget (absent)."),
+        typer.Option(metavar="NAME", help="sticky (P_end present), forget (absent); may be repeated."),
     ] = None,
     cluster: Annotated[
         list[str] | None,
@@ -121,7 +121,7 @@ def simulate(
             raise ConfigError(f"unknown routing {text!r}; known: {', '.join(Routing)}")
     deployment = with_settings(Deployment(), cluster or (), "--cluster")
     policies = [policy_named(text) for text in policy or ("none", "both")]
-    routings = [Routing(text) for text in routing or (Routing.STICKY, Routing.ROUND_ROBIN)]
+    routings = [Routing(text) for text in routing or (Routing.STICKY, Routing.FORGET)]
     evictions = eviction or [Eviction.LRU]
     arms = []
     workloads: dict[int, list[Turn]] = {}

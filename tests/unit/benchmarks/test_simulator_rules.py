@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from backhaul.benchmarks.reuse.deployment import Deployment, Routing
 from backhaul.benchmarks.reuse.model_shape import PRESETS, preset
-from backhaul.benchmarks.reuse.record import ArmResult, EndFate, RequestResult
+from backhaul.benchmarks.reuse.record import ArmResult, EndFate, PromptEndAt, RequestResult
 from backhaul.benchmarks.reuse.relations import Relations
 from backhaul.benchmarks.reuse.report import format_bytes
 from backhaul.benchmarks.reuse.simulator import Experiment, Simulator
@@ -143,6 +143,17 @@ def test_elsewhere_nothing_is_found_without_a_store() -> None:
     assert total_hits(run(workload("mixed", SMALL), None)[0]) == 0
 
 
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("routing", Routing)
+def test_p_end_is_absent_where_no_worker_holds_it(routing: Routing, workers: int) -> None:
+    """What an arm is called is what its requests find of their history's P_end."""
+    deployment = Deployment(prefill_workers=workers, routing=routing)
+    results = run(workload("full_replay", SMALL), Policy.BOTH, deployment)[0]
+    continued = [r for r in results if r.relation.continuation]
+    found = {r.local_tokens > 0 for r in continued}
+    assert found == {continued[0].arm.prompt_end is PromptEndAt.PRESENT}
+
+
 @given(seed=st.integers(0, 10_000), name=st.sampled_from(WORKLOADS), sticky=st.booleans())
 @settings(max_examples=10, deadline=None)
 def test_no_policy_loses_to_none_without_pressure(seed: int, name: str, sticky: bool) -> None:
@@ -198,7 +209,7 @@ def test_a_small_worker_keeps_less() -> None:
 def test_queues_show_in_the_time_to_first_token() -> None:
     trace = workload("full_replay", msgspec.structs.replace(SMALL, conversations=20, turns=1))
     slow, more = (
-        Deployment(prefill_workers=n, routing=Routing.ROUND_ROBIN, prefill_flops_per_s=1e9)
+        Deployment(prefill_workers=n, routing=Routing.FORGET, prefill_flops_per_s=1e9)
         for n in (1, 10)
     )
     mean = [sum(r.ttft_s for r in run(trace, Policy.BOTH, d)[0]) / 20 for d in (slow, more)]

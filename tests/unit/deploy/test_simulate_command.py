@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from backhaul.benchmarks.reuse.record import ArmResult, RequestResult, read_results
+from backhaul.benchmarks.reuse.record import ArmResult, PromptEndAt, RequestResult, read_results
 from backhaul.deploy.cli import app
 from backhaul.protocols.errors import ConfigError
 
@@ -34,6 +34,10 @@ def test_every_arm_is_run_and_written(tmp_path: Path) -> None:
     assert len(arms) == 2 * 2 * 2 * 2 == len({arm.arm for arm in arms})
     assert sum(isinstance(r, RequestResult) for r in results) == 16 * 4
     assert printed.count("both") == 8
+    for result in results:  # the default has both, and absent means that nothing is there
+        if isinstance(result, RequestResult) and result.arm.prompt_end is PromptEndAt.ABSENT:
+            assert not result.local_tokens
+    assert {arm.arm.prompt_end for arm in arms} == set(PromptEndAt)
 
 
 def test_a_trace_is_read_and_u_end_assumed(tmp_path: Path) -> None:
