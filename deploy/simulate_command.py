@@ -117,9 +117,7 @@ def simulate(
     ] = "qwen3.5-35b-a3b",
     routing: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME", help="sticky (P_end present), forget (absent); may be repeated."
-        ),
+        typer.Option(metavar="NAME", help="sticky (P_end present) or forget (absent)."),
     ] = None,
     cluster: Annotated[
         list[str] | None,

@@ -28,7 +28,7 @@ def simulate(*args: str) -> str:
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     assert result.exit_code == 0, result.output
-    return result.output
+    return result.stdout
 
 
 def test_every_arm_is_run_and_written(tmp_path: Path) -> None:
