@@ -220,6 +220,9 @@ def hints(arm: Arm, turn: Turn) -> dict[str, Any]:
     if arm.policy == NOTHING:
         return {"publish": False, "load": False}
     known = {"policy": arm.policy, **hints_of(turn)}
+    if known["rewrites"]:
+        # The engine's reply is its own: the trace cannot say with which token rewriting begins.
+        known["rewrites"] = None
     return {name: value for name, value in known.items() if value is not None and value != ""}
 
 
