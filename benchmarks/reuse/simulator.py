@@ -417,6 +417,8 @@ class Simulator:
     # -- decode -------------------------------------------------------------------------------
 
     def _arrived(self, worker: _DecodeWorker, job: _Job) -> None:
+        if self.store is not None:
+            self.store.decode_asks(job.turn.prompt_tokens)
         worker.queue.append(job)
         self._fill(worker)
 

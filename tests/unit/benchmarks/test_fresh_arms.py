@@ -12,6 +12,7 @@ from backhaul.benchmarks.reuse import real
 from backhaul.benchmarks.reuse.model_shape import preset
 from backhaul.benchmarks.reuse.real import RealArms
 from backhaul.benchmarks.reuse.record import Arm, Source
+from backhaul.benchmarks.reuse.trace import Span, Turn
 from backhaul.deploy.pair import Pair
 from backhaul.protocols import store_pb2
 from backhaul.protocols.errors import StoreUnavailable
@@ -110,3 +111,15 @@ def test_a_client_that_missed_the_store_reads_from_the_next_one_s_memory() -> No
         keeper.call("Reserve", store_pb2.ReserveRequest(), deadline)
     channel.up, channel.life = True, 2
     assert keeper.peer(keeper.current(deadline), deadline) == "2"
+
+
+@pytest.mark.parametrize(("kept", "said"), [(None, False), (0, False), (3, False), (5, True)])
+def test_a_real_engine_is_told_of_rewriting_only_what_holds_for_its_own_reply(
+    kept: int | None, said: bool
+) -> None:
+    turn = Turn(
+        request="a", prompt=(Span("p", 0, 9),), output=(Span("o", 0, 5),), verbatim_tokens=kept
+    )
+    told = real.hints(Arm(source=Source.REAL, workload="w", policy="boundaries"), turn)
+    assert ("rewrites" in told) is said
+    assert told.get("rewrites", []) == []

@@ -21,6 +21,7 @@ from backhaul.benchmarks.reuse.workloads import WORKLOADS, Sizes, workload
 from backhaul.protocols.checkpoint import CheckpointKind
 from backhaul.protocols.errors import ConfigError
 from backhaul.protocols.options import Policy
+from backhaul.transfer.admission import AdmitAll
 
 TINY = preset("tiny-hybrid")
 B = TINY.grid
@@ -193,6 +194,40 @@ def test_pressure_stays_within_the_capacity_and_is_counted() -> None:
 def test_a_store_smaller_than_a_checkpoint_costs_misses_only() -> None:
     results, arm, _ = run(workload("full_replay", SMALL), capacity_bytes=TINY.state_bytes)
     assert total_hits(results) == 0 and arm.refused > 0
+
+
+def test_both_engines_lookups_are_traffic_to_admission(monkeypatch: pytest.MonkeyPatch) -> None:
+    credited: list[int] = []
+    monkeypatch.setattr(AdmitAll, "credit", lambda _, tokens: credited.append(tokens))
+    trace = workload("full_replay", SMALL)
+    run(trace)
+    expected = [(turn.prompt_tokens - left) // B * B for turn in trace for left in (1, 2)]
+    assert sorted(credited) == sorted(expected), "prefill lacks the token that is handed over"
+
+
+def test_boundaries_find_what_was_supplied_and_what_the_parser_keeps() -> None:
+    """A loop's message outlives it, a kept reply comes back, dropped control text does not."""
+    tool_loop = workload("tool_loop", SMALL)
+    asked = {turn.request: turn.boundaries[0] for turn in tool_loop}
+    for result in run(tool_loop, Policy.BOUNDARIES)[0]:
+        if result.relation.tool_continuation:
+            assert result.loaded_tokens == result.relation.decode_end
+        elif result.relation.continuation:
+            before = next(t.after for t in tool_loop if t.request == result.request)
+            assert result.loaded_tokens == asked[before] // B * B
+        assert result.selected in ("", CheckpointKind.BOUNDARY)
+    for result in run(workload("reasoning_dropped", SMALL), Policy.BOUNDARIES)[0]:
+        assert result.loaded_tokens == result.relation.input_end
+
+
+@pytest.mark.parametrize("kept", [0, 3 * B // 2, 200, None])
+def test_boundaries_end_where_the_parser_begins_to_rewrite(kept: int | None) -> None:
+    before, turn = loop()
+    trace = [msgspec.structs.replace(before, verbatim_tokens=kept), turn]
+    second = run(trace, Policy.BOUNDARIES)[0][1]
+    whole = (before.prompt_tokens + before.output_tokens - 1) // B * B
+    expected = min((before.prompt_tokens + (kept or 0)) // B * B, whole) if kept else 0
+    assert second.loaded_tokens == expected
 
 
 def test_a_small_worker_keeps_less() -> None:
