@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,7 +16,53 @@ from backhaul.transfer.strategies import Eviction
 
 if TYPE_CHECKING:
     from backhaul.benchmarks.reuse.arms import Limits
+    from backhaul.benchmarks.reuse.record import Arm
     from backhaul.benchmarks.reuse.trace import Turn
+
+LINE_EVERY_S = 10.0
+"""Where standard error is no terminal: how often a long arm says how far it is."""
+
+
+class LineProgress:
+    """Says in lines how far the arms are: one as an arm ends, and now and then within a long one.
+    For logs and pipes, which a progress bar leaves empty."""
+
+    def __init__(
+        self,
+        arms: int,
+        say: Callable[[str], None],
+        *,
+        every_s: float = LINE_EVERY_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._arms = arms
+        self._say = say
+        self._every_s = every_s
+        self._clock = clock
+        self._number = 0
+        self._name = ""
+        self._began = self._said = 0.0
+
+    def begin(self, arm: Arm) -> None:
+        """The next arm begins."""
+        self._number += 1
+        budget = f"{arm.budget} {arm.budget_bytes}" if arm.budget_bytes else str(arm.budget)
+        self._name = f"{arm.policy}, {budget}, {arm.eviction}, P_end {arm.prompt_end}"
+        self._began = self._said = self._clock()
+
+    def done(self, requests: int, total: int) -> None:
+        """So many of the arm's requests have ended."""
+        now = self._clock()
+        if now - self._said >= self._every_s:
+            self._said = now
+            self._line(f"{requests:,} of {total:,} requests")
+
+    def end(self) -> None:
+        """The arm has ended."""
+        self._line(f"done in {self._clock() - self._began:.1f} s")
+
+    def _line(self, text: str) -> None:
+        self._say(f"arm {self._number} of {self._arms} ({self._name}): {text}")
 
 
 def simulate(
@@ -69,7 +117,7 @@ def simulate(
     ] = "qwen3.5-35b-a3b",
     routing: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="sticky (P_end present), round_robin, forget (absent)."),
+        typer.Option(metavar="NAME", help="sticky (P_end present) or forget (absent)."),
     ] = None,
     cluster: Annotated[
         list[str] | None,
@@ -100,7 +148,7 @@ def simulate(
     from contextlib import ExitStack
 
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
     from backhaul.benchmarks.reuse.arms import (
         Finished,
@@ -121,7 +169,7 @@ def simulate(
             raise ConfigError(f"unknown routing {text!r}; known: {', '.join(Routing)}")
     deployment = with_settings(Deployment(), cluster or (), "--cluster")
     policies = [policy_named(text) for text in policy or ("none", "both")]
-    routings = [Routing(text) for text in routing or (Routing.STICKY, Routing.ROUND_ROBIN)]
+    routings = [Routing(text) for text in routing or (Routing.STICKY, Routing.FORGET)]
     evictions = eviction or [Eviction.LRU]
     arms = []
     workloads: dict[int, list[Turn]] = {}
@@ -144,6 +192,7 @@ def simulate(
 
     console = Console(stderr=True)
     finished: list[Finished] = []
+    lines = None if console.is_terminal else LineProgress(len(arms), _say)
     with ExitStack() as stack:
         file = stack.enter_context(output.open("ab")) if output else None
         progress = stack.enter_context(
@@ -153,27 +202,40 @@ def simulate(
                 MofNCompleteColumn(),
                 console=console,
                 transient=True,
+                disable=not console.is_terminal,
             )
         )
         every = progress.add_task("arms", total=len(arms))
         for experiment in arms:
             turns = workloads[experiment.repeat]
             task = progress.add_task(experiment.arm.policy, total=len(turns))
-            step = max(len(turns) // 200, 1)
+            step, total = max(len(turns) // 200, 1), len(turns)
+            if lines is not None:
+                lines.begin(experiment.arm)
 
-            def told(_: object, done: int, task: object = task, step: int = step) -> None:
+            def told(
+                _: object, done: int, task: TaskID = task, step: int = step, total: int = total
+            ) -> None:
                 if done % step == 0:
-                    progress.update(task, completed=done)  # type: ignore[arg-type]
+                    progress.update(task, completed=done)
+                    if lines is not None:
+                        lines.done(done, total)
 
             for one in run_arms([experiment], turns, told):
                 if file is not None:
                     write_results([*one.results, one.arm], file)
                 finished.append(one)
+            if lines is not None:
+                lines.end()
             progress.remove_task(task)
             progress.advance(every)
     Console(width=None if sys.stdout.isatty() else 140).print(
         arms_table(finished, f"{name}, {len(workloads[0]):,} requests, {model}")
     )
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _turns(

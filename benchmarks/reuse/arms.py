@@ -61,7 +61,7 @@ def plan(
     policies: Sequence[Policy | None],
     budgets: Sequence[Limits] = (Limits(),),
     evictions: Sequence[Eviction] = (Eviction.LRU,),
-    routings: Sequence[Routing] = (Routing.STICKY, Routing.ROUND_ROBIN),
+    routings: Sequence[Routing] = (Routing.STICKY, Routing.FORGET),
     repeat: int = 0,
 ) -> list[Experiment]:
     """The product of all of them; engines without Backhaul once per routing."""

@@ -18,10 +18,10 @@ class Routing(enum.StrEnum):
 
     STICKY = "sticky"
     """That of the request it continues, so that P_end may still lie there."""
-    ROUND_ROBIN = "round_robin"
-    """The next one in turn."""
     FORGET = "forget"
-    """One worker that has lost its cache before every request: what another worker would find."""
+    """The next one in turn, which has lost its cache before: what a worker would find that never
+    saw the history. Taking turns alone does not make P_end absent: one of a few workers holds it.
+    """
 
     @property
     def prompt_end(self) -> PromptEndAt:

@@ -31,7 +31,9 @@ from backhaul.deploy.pair import Turn as Answer
 from backhaul.deploy.tiny_model import TOKEN_IDS
 from backhaul.protocols.checkpoint import CheckpointKind, Reason
 from backhaul.protocols.errors import StoreError
+from backhaul.protocols.options import Policy
 from backhaul.protocols.record import RequestRecord
+from backhaul.transfer.backends.rpc import RECONNECT_MS
 
 LETTERS = range(97, 123)
 """What prompts are made of: text that tokenises as it is."""
@@ -39,6 +41,8 @@ END = TOKEN_IDS["<|im_end|>"]
 HANDED_TOKENS = 1
 """NIXL's hand-over leaves a hybrid prompt's last token to decode."""
 SETTLE_S = 60.0
+RECONNECT_S = 1.5 * RECONNECT_MS[1] / 1000
+"""After a refused connection a client may wait so long before it tries again."""
 UNLIMITED = "1GiB"
 BURST_KILOTOKENS = 2
 """What an admission budget lets in at once: what so many thousand prompt tokens earn."""
@@ -47,6 +51,7 @@ _STORE = "backhaul:store_"
 _ENGINE = "backhaul:"
 _FAILED = f"{_ENGINE}publication_failures_total"
 _REFUSED = (Reason.STORE_FULL, Reason.OVER_BUDGET)
+_NO_ANSWER = (Reason.UNREACHABLE, Reason.TIMEOUT)
 
 
 class RealArms:
@@ -59,6 +64,7 @@ class RealArms:
         self._shape = shape
         self._grid = shape.grid
         self._concurrency = concurrency
+        self._greetings = 0
 
     def run(self, arm: Arm, turns: Sequence[Turn]) -> list[Result]:
         """All turns of one arm; the last line is the arm's own.
@@ -124,6 +130,7 @@ class RealArms:
         """An empty store with the arm's budget, and engines that remember nothing."""
         store = self._pair.store
         store.stop()
+        self._miss_store()
         store.configure(**store_settings(arm))
         store.start()
         store.wait_healthy(SETTLE_S)
@@ -131,27 +138,57 @@ class RealArms:
         for client in (self._pair.prefill, self._pair.decode):
             client.reset_prefix_cache()
 
-    def _meet_store(self) -> None:
-        """Both engines have found the new store: a D_end of decode's was loaded by prefill."""
+    def _miss_store(self) -> None:
+        """Both engines' workers have failed to publish while there is no store: each asks the next
+        one who it is before anything else, so that its first transfer goes to the new memory. In
+        the new store itself a greeting would leave a checkpoint, at the arm's expense."""
+        clients = (self._pair.prefill, self._pair.decode)
+        before = [_unanswered(client.metrics()) for client in clients]
         deadline = time.monotonic() + SETTLE_S
-        number = 0
         while True:
-            number += 1
-            prompt = Contents(LETTERS).ids(_greeting(number))
-            reply = self._pair.run(
-                prompt,
+            self._pair.run(
+                self._greeting(),
+                u_end=2 * self._grid,
+                hints={"policy": Policy.BOTH, "load": False},
                 max_tokens=self._grid + 8,
                 min_tokens=self._grid + 3,
                 logit_bias={str(END): 100.0},
             )
             self._settle()
-            self._pair.prefill.reset_prefix_cache()
-            again = self._pair.prefill.complete([*prompt, *reply.decode.tokens, 97], max_tokens=1)
-            if again.backhaul and again.backhaul["loaded_tokens"]:
+            after = [_unanswered(client.metrics()) for client in clients]
+            if all(now > then for now, then in zip(after, before, strict=True)):
                 return
             if time.monotonic() > deadline:
-                raise TimeoutError(f"engines did not meet the restarted store in {SETTLE_S:g} s")
-            time.sleep(0.5)
+                raise TimeoutError(f"engines did not miss the stopped store in {SETTLE_S:g} s")
+
+    def _meet_store(self) -> None:
+        """Both engines' lookups have reached the new store, and nothing was left there."""
+        time.sleep(RECONNECT_S)
+        deadline = time.monotonic() + SETTLE_S
+        for client in (self._pair.prefill, self._pair.decode):
+            while True:
+                before = self._lookups()
+                client.complete(
+                    self._greeting(), max_tokens=1, transfer={"backhaul": {"publish": False}}
+                )
+                if self._lookups() > before:
+                    break
+                if time.monotonic() > deadline:
+                    raise TimeoutError(
+                        f"{client.engine.spec.name} did not meet the restarted store in "
+                        f"{SETTLE_S:g} s"
+                    )
+                time.sleep(0.5)
+        self._settle()
+
+    def _greeting(self) -> list[int]:
+        """A prompt of three blocks that no request has begun with before."""
+        self._greetings += 1
+        name = f"greeting {self._greetings} {time.monotonic_ns()}"
+        return Contents(LETTERS).ids((Span(name, 0, 3 * self._grid),))
+
+    def _lookups(self) -> float:
+        return scrape(self._pair.store.http_url, _STORE).get(f"{_STORE}lookups_total", 0.0)
 
     def _settle(self) -> None:
         """Wait until nothing is under way, as between a reply and the next message."""
@@ -172,8 +209,9 @@ class RealArms:
         return books
 
 
-def _greeting(number: int) -> tuple[Span, ...]:
-    return (Span(f"greeting {number} {time.monotonic_ns()}", 0, 100),)
+def _unanswered(books: Mapping[str, float]) -> float:
+    """Publications that failed since the store did not answer."""
+    return sum(books.get(f"{_FAILED}{{reason={reason.value}}}", 0.0) for reason in _NO_ANSWER)
 
 
 def hints(arm: Arm, turn: Turn) -> dict[str, Any]:
@@ -182,6 +220,9 @@ def hints(arm: Arm, turn: Turn) -> dict[str, Any]:
     if arm.policy == NO_POLICY:
         return {"publish": False, "load": False}
     known = {"policy": arm.policy, **hints_of(turn)}
+    if known["rewrites"]:
+        # The engine's reply is its own: the trace cannot say with which token rewriting begins.
+        known["rewrites"] = None
     return {name: value for name, value in known.items() if value is not None and value != ""}
 
 

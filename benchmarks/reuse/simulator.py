@@ -31,27 +31,30 @@ from backhaul.benchmarks.reuse.record import (
     Arm,
     ArmResult,
     Budget,
+    Relation,
     RequestResult,
     Source,
 )
 from backhaul.benchmarks.reuse.relations import Relations, fate, hits_without
 from backhaul.benchmarks.reuse.simulated_store import SimulatedStore
 from backhaul.benchmarks.reuse.trace import Turn
-from backhaul.benchmarks.reuse.turn_hints import hints_of
+from backhaul.benchmarks.reuse.turn_hints import ReplyTokens, hints_of
 from backhaul.connector.endpoints import (
     PromptEnds,
+    VerbatimEnd,
     choose_ends,
     decode_end,
     deepest_usable,
     prompt_ends,
     publishes_decode_end,
+    verbatim_end,
 )
 from backhaul.connector.hints import RequestHints, parse_hints
 from backhaul.connector.outcome import Limits, tag_candidates
 from backhaul.protocols.checkpoint import CheckpointKind, LeaseId, primary_kind
 from backhaul.protocols.match_history import MatchHistory, observe
 from backhaul.protocols.options import FinishReason, Options
-from backhaul.protocols.policy import Choice, Policy
+from backhaul.protocols.policy import Choice, Matched, Policy, choose
 from backhaul.protocols.record import Candidate
 from backhaul.transfer.index import LookupAnswer
 from backhaul.transfer.strategies import DEFAULT, Admission, Strategies
@@ -114,6 +117,7 @@ class _Job:
     answer: LookupAnswer = _NO_ANSWER
     answered_at: float = 0.0
     choice: Choice = field(default_factory=Choice)
+    verbatim: VerbatimEnd | None = None
     ends: PromptEnds = field(default_factory=PromptEnds)
     stops: list[int] = field(default_factory=list)
     states: list[int] = field(default_factory=list)
@@ -185,15 +189,14 @@ class Simulator:
                 LocalCache(shape.grid, pages=pages, state_pages=shape.state_pages),
                 deployment,
             )
-            for i in range(
-                1 if deployment.routing is Routing.FORGET else deployment.prefill_workers
-            )
+            for i in range(deployment.prefill_workers)
         ]
         self.decode = [
             _DecodeWorker(f"decode-{i}", deployment) for i in range(deployment.decode_workers)
         ]
         self._hashes = BoundaryHashes(shape.grid)
         self._relations = Relations(shape.grid, handed_tokens=deployment.handed_tokens)
+        self._related: dict[str, Relation] = {}
         self._followers: dict[str, list[Turn]] = {}
         self._homes: dict[str, _PrefillWorker] = {}
         self._next_worker = 0
@@ -211,6 +214,8 @@ class Simulator:
         for turn in turns:
             begin = turn.arrival_s if begin is None else min(begin, turn.arrival_s)
             known.add(turn.request)
+            # In the trace's order: that of the ends differs from policy to policy.
+            self._related[turn.request] = self._relations.add(turn)
             if turn.after and turn.after in known and turn.after != turn.request:
                 self._followers.setdefault(turn.after, []).append(turn)
             else:
@@ -242,6 +247,7 @@ class Simulator:
         job = _Job(turn, hints, hashes, prompt, tokens, self.clock.now, worker)
         history = self._history.of(hints.template, hints.client)
         job.choice = choose_ends(self._options.policy, hints, history)
+        job.verbatim = verbatim_end(self._options.policy, hints, turn.prompt_tokens)
         if self.store is None:
             self._answered(job, _NO_ANSWER)
             return
@@ -409,6 +415,8 @@ class Simulator:
     # -- decode -------------------------------------------------------------------------------
 
     def _arrived(self, worker: _DecodeWorker, job: _Job) -> None:
+        if self.store is not None:
+            self.store.decode_asks(job.turn.prompt_tokens)
         worker.queue.append(job)
         self._fill(worker)
 
@@ -455,12 +463,17 @@ class Simulator:
 
     def _publish_decode_end(self, worker: _DecodeWorker, job: _Job) -> None:
         turn = job.turn
-        if not job.choice.decode_end or not publishes_decode_end(
+        takes_decode = job.choice.decode_end or job.verbatim is not None
+        if not takes_decode or not publishes_decode_end(
             FinishReason.STOP, self._options.publish_on
         ):
             return
         total = turn.prompt_tokens + turn.output_tokens
+        kind = CheckpointKind.DECODE_END
         end = decode_end(committed=total - 1, total_tokens=total, grid=self._shape.grid)
+        if job.verbatim is not None:
+            kind = CheckpointKind.BOUNDARY
+            end = self._verbatim_boundary(job, job.verbatim, total - 1)
         # No state lies below the position where decode began.
         if not end or end < turn.prompt_tokens - min(self._deployment.handed_tokens, 1):
             return
@@ -468,7 +481,7 @@ class Simulator:
         self.store.publish(
             end,
             job.hashes,
-            (CheckpointKind.DECODE_END,),
+            (kind,),
             producer=worker.name,
             link=worker.writes,
             streamed_s=(
@@ -478,11 +491,18 @@ class Simulator:
             ),
         )
 
+    def _verbatim_boundary(self, job: _Job, verbatim: VerbatimEnd, committed: int) -> int:
+        """As the connector's publisher does: of what the parser keeps; 0 where the policy leaves
+        it out."""
+        kept = verbatim.end(ReplyTokens(job.turn), committed)
+        choice = choose(self._options.policy, job.hints.known(Matched(), verbatim_end=kept))
+        return kept // self._shape.grid * self._shape.grid if kept in choice.extra else 0
+
     # -- results ------------------------------------------------------------------------------
 
     def _record(self, job: _Job, now: float) -> None:
         turn = job.turn
-        relation = self._relations.add(turn)
+        relation = self._related[turn.request]
         limits = Limits(
             local_tokens=job.local_tokens,
             limit_tokens=job.tokens - 1,

@@ -45,6 +45,12 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
         reasoning_tokens: leading tokens of the output that are reasoning.
         reasoning_kept: whether the next turn's prompt still has that reasoning; None: not known.
         template: names what rendered it, for statistics by template and client; "" if unknown.
+        boundaries: positions in the prompt that the application wants kept, in tokens, at most
+            ``EXTRA_MAX`` of ``protocols.policy``.
+        suffix_start: prompt tokens before control text that the next turn's prompt will not have;
+            None: there is none, or that is not known.
+        verbatim_tokens: leading tokens of the output that the parser gives back as they are; None:
+            not known.
     """
 
     request: str
@@ -61,6 +67,9 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_tokens: int = 0
     reasoning_kept: bool | None = None
     template: str = ""
+    boundaries: tuple[int, ...] = ()
+    suffix_start: int | None = None
+    verbatim_tokens: int | None = None
 
     @property
     def prompt_tokens(self) -> int:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
-from backhaul.benchmarks.reuse.trace import Span, Turn, first, merged
+from backhaul.benchmarks.reuse.trace import Span, Turn, first, length, merged
 from backhaul.protocols.errors import ConfigError
 
 
@@ -88,6 +88,7 @@ class _Conversation:
         self.after = ""
         self.start_s = 0.0
         self.history: list[Span] = []
+        self._shared = sizes.system if shared_system else 0
         if sizes.system:
             source = shared_system or f"{name}/system"
             # One system prompt for all must not depend on what was drawn before.
@@ -111,13 +112,17 @@ class _Conversation:
         calls_tool: bool = False,
         tools: bool = False,
         reasoning_kept: bool = True,
+        boundaries: tuple[int, ...] = (),
         after: str | None = None,
     ) -> Turn:
-        """One request on the history; ``after`` None: after the latest one."""
+        """One request on the history; ``after`` None: after the latest one. Where the reasoning
+        is dropped the generation prefix goes with it. The application knows the end of the system
+        prompt that its conversations share, and ``boundaries``."""
         sizes = self.sizes
         name = f"{self.name}/{self._requests}"
         u_end = sum(span.tokens for span in self.history)
         reasoning = self._draw(sizes.reasoning) if sizes.reasoning else 0
+        output = reasoning + self._draw(sizes.reply)
         pause = self._pause(sizes.tool_s if tool_continuation else sizes.think_s)
         previous = self.after if after is None else after
         turn = Turn(
@@ -126,7 +131,7 @@ class _Conversation:
             arrival_s=self.start_s + (sizes.reply_s + pause if previous else 0.0),
             after=previous,
             prompt=merged([*self.history, Span("generation-prefix", 0, sizes.generation_prefix)]),
-            output=(Span(f"{name}/output", 0, reasoning + self._draw(sizes.reply)),),
+            output=(Span(f"{name}/output", 0, output),),
             u_end=u_end,
             user_turn=not tool_continuation,
             tools=tools,
@@ -135,6 +140,9 @@ class _Conversation:
             reasoning_tokens=reasoning,
             reasoning_kept=reasoning_kept,
             template="generated",
+            boundaries=tuple(sorted({self._shared, *boundaries} - {0})),
+            suffix_start=None if reasoning_kept else u_end,
+            verbatim_tokens=output if reasoning_kept else 0,
         )
         self._requests += 1
         self.after = name
@@ -177,6 +185,7 @@ def _tool_loop(conversation: _Conversation) -> Iterator[Turn]:
     for _ in range(sizes.turns):
         conversation.say("user", sizes.user)
         cleaned = [*conversation.history]
+        asked = length(cleaned)  # what the next user message leaves of the loop's prompts
         for step in range(sizes.tool_rounds + 1):
             last = step == sizes.tool_rounds
             turn = conversation.request(
@@ -184,6 +193,7 @@ def _tool_loop(conversation: _Conversation) -> Iterator[Turn]:
                 calls_tool=not last,
                 tools=True,
                 reasoning_kept=not last,
+                boundaries=(asked,),
             )
             yield turn
             said = Span(turn.output[0].source, turn.reasoning_tokens, turn.output_tokens)

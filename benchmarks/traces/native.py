@@ -11,6 +11,7 @@ import msgspec
 from backhaul.benchmarks.reuse.trace import Span, Turn
 from backhaul.benchmarks.traces.faults import LineFault, Reason, Skips
 from backhaul.benchmarks.traces.records import decode, read_lines
+from backhaul.protocols.policy import EXTRA_MAX
 
 NAME_CHARACTERS_MAX = 256
 TOKENS_MAX = 1 << 31
@@ -57,12 +58,21 @@ def _check(turn: Turn) -> None:
         raise LineFault(Reason.OUT_OF_RANGE, "prompt", [], "a prompt has at least one token")
     for field, limit, what in (
         ("u_end", turn.prompt_tokens, "prompt"),
+        ("suffix_start", turn.prompt_tokens, "prompt"),
         ("reasoning_tokens", turn.output_tokens, "output"),
+        ("verbatim_tokens", turn.output_tokens, "output"),
     ):
         value = getattr(turn, field)
         if value is not None and not 0 <= value <= limit:
             problem = f"must lie in 0 ... {limit}, the {what}'s length"
             raise LineFault(Reason.INCONSISTENT, field, value, problem)
+    if len(turn.boundaries) > EXTRA_MAX:
+        problem = f"give at most {EXTRA_MAX} positions"
+        raise LineFault(Reason.OUT_OF_RANGE, "boundaries", len(turn.boundaries), problem)
+    for boundary in turn.boundaries:
+        if not 1 <= boundary <= turn.prompt_tokens:
+            problem = f"must lie in 1 ... {turn.prompt_tokens}, the prompt's length"
+            raise LineFault(Reason.INCONSISTENT, "boundaries", boundary, problem)
 
 
 def _check_spans(field: str, spans: tuple[Span, ...]) -> None:

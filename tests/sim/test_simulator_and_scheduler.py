@@ -47,11 +47,12 @@ POLICIES = (
     Policy.DECODE_END,
     Policy.BOTH,
     Policy.AUTO,
+    Policy.BOUNDARIES,
 )
 SHARES = ("shared_system", "mixed")
 # Every workload and every policy, sticky and not; each policy on as many of both.
 CASES = [
-    (name, POLICIES[(2 * i + j) % len(POLICIES)], routing)
+    (name, POLICIES[(i + 3 * j) % len(POLICIES)], routing)
     for i, name in enumerate(WORKLOADS)
     for j, routing in enumerate((Routing.STICKY, Routing.FORGET))
 ]
@@ -101,7 +102,8 @@ def real(trace: list[Turn], policy: Policy, routing: Routing) -> dict[str, tuple
             selected["kind"],
             selected["boundary"],
         )
-        handed = {"do_remote_prefill": True, "backhaul": {"ends": record["chosen"]["ends"]}}
+        ours = {**hints_of(turn), "ends": record["chosen"]["ends"]}
+        handed = {"do_remote_prefill": True, "backhaul": ours}
         done = decode.run(prompt, turn.output_tokens, params=handed)
         content.generated[turn.output[0].source] = done.output
     pair.check_idle()

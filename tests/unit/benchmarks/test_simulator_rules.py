@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from backhaul.benchmarks.reuse.deployment import Deployment, Routing
 from backhaul.benchmarks.reuse.figures import QUESTIONS, contexts, gather
 from backhaul.benchmarks.reuse.model_shape import PRESETS, preset
-from backhaul.benchmarks.reuse.record import ArmResult, EndFate, RequestResult
+from backhaul.benchmarks.reuse.record import ArmResult, EndFate, PromptEndAt, RequestResult
+from backhaul.benchmarks.reuse.relations import Relations
 from backhaul.benchmarks.reuse.report import format_bytes
 from backhaul.benchmarks.reuse.simulator import Experiment, Simulator
 from backhaul.benchmarks.reuse.trace import Span, Turn
@@ -21,6 +22,7 @@ from backhaul.benchmarks.reuse.workloads import WORKLOADS, Sizes, workload
 from backhaul.protocols.checkpoint import CheckpointKind
 from backhaul.protocols.errors import ConfigError
 from backhaul.protocols.options import Policy
+from backhaul.transfer.admission import AdmitAll
 
 TINY = preset("tiny-hybrid")
 B = TINY.grid
@@ -85,6 +87,21 @@ def test_the_books_agree(name: str, routing: Routing) -> None:
         assert sum(k.logical - k.duplicates for k in kinds) == sum(k.created for k in kinds)
         for kind in kinds:
             assert kind.state_bytes == kind.created * TINY.state_bytes
+
+
+def test_relations_follow_the_trace_and_not_the_policy() -> None:
+    """However contention orders the ends, each request stays what it is in the trace."""
+    trace = workload("branching", msgspec.structs.replace(SMALL, conversations=8, think_s=0.5))
+    relations = Relations(TINY.grid, handed_tokens=1)
+    expected = {turn.request: relations.add(turn) for turn in trace}
+    crowded = Deployment(prefill_workers=2, decode_workers=1, decode_slots=2)
+    crowded = msgspec.structs.replace(crowded, prefill_flops_per_s=3e10)
+    orders = []
+    for policy in (None, Policy.DECODE_END, Policy.BOTH):
+        results = run(trace, policy, crowded)[0]
+        assert {r.request: r.relation for r in results} == expected
+        orders.append([r.request for r in results])
+    assert len({tuple(order) for order in orders}) > 1, "policies end requests in other orders"
 
 
 @pytest.mark.parametrize("policy", [Policy.DECODE_END, Policy.BOTH])
@@ -154,6 +171,17 @@ def test_elsewhere_nothing_is_found_without_a_store() -> None:
     assert total_hits(run(workload("mixed", SMALL), None)[0]) == 0
 
 
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("routing", Routing)
+def test_p_end_is_absent_where_no_worker_holds_it(routing: Routing, workers: int) -> None:
+    """What an arm is called is what its requests find of their history's P_end."""
+    deployment = Deployment(prefill_workers=workers, routing=routing)
+    results = run(workload("full_replay", SMALL), Policy.BOTH, deployment)[0]
+    continued = [r for r in results if r.relation.continuation]
+    found = {r.local_tokens > 0 for r in continued}
+    assert found == {continued[0].arm.prompt_end is PromptEndAt.PRESENT}
+
+
 @given(seed=st.integers(0, 10_000), name=st.sampled_from(WORKLOADS), sticky=st.booleans())
 @settings(max_examples=10, deadline=None)
 def test_no_policy_loses_to_none_without_pressure(seed: int, name: str, sticky: bool) -> None:
@@ -195,6 +223,40 @@ def test_a_store_smaller_than_a_checkpoint_costs_misses_only() -> None:
     assert total_hits(results) == 0 and arm.refused > 0
 
 
+def test_both_engines_lookups_are_traffic_to_admission(monkeypatch: pytest.MonkeyPatch) -> None:
+    credited: list[int] = []
+    monkeypatch.setattr(AdmitAll, "credit", lambda _, tokens: credited.append(tokens))
+    trace = workload("full_replay", SMALL)
+    run(trace)
+    expected = [(turn.prompt_tokens - left) // B * B for turn in trace for left in (1, 2)]
+    assert sorted(credited) == sorted(expected), "prefill lacks the token that is handed over"
+
+
+def test_boundaries_find_what_was_supplied_and_what_the_parser_keeps() -> None:
+    """A loop's message outlives it, a kept reply comes back, dropped control text does not."""
+    tool_loop = workload("tool_loop", SMALL)
+    asked = {turn.request: turn.boundaries[0] for turn in tool_loop}
+    for result in run(tool_loop, Policy.BOUNDARIES)[0]:
+        if result.relation.tool_continuation:
+            assert result.loaded_tokens == result.relation.decode_end
+        elif result.relation.continuation:
+            before = next(t.after for t in tool_loop if t.request == result.request)
+            assert result.loaded_tokens == asked[before] // B * B
+        assert result.selected in ("", CheckpointKind.BOUNDARY)
+    for result in run(workload("reasoning_dropped", SMALL), Policy.BOUNDARIES)[0]:
+        assert result.loaded_tokens == result.relation.input_end
+
+
+@pytest.mark.parametrize("kept", [0, 3 * B // 2, 200, None])
+def test_boundaries_end_where_the_parser_begins_to_rewrite(kept: int | None) -> None:
+    before, turn = loop()
+    trace = [msgspec.structs.replace(before, verbatim_tokens=kept), turn]
+    second = run(trace, Policy.BOUNDARIES)[0][1]
+    whole = (before.prompt_tokens + before.output_tokens - 1) // B * B
+    expected = min((before.prompt_tokens + (kept or 0)) // B * B, whole) if kept else 0
+    assert second.loaded_tokens == expected
+
+
 def test_a_small_worker_keeps_less() -> None:
     trace = workload("full_replay", SMALL)
     ample = run(trace, None, Deployment(prefill_workers=1, routing=Routing.STICKY))[0]
@@ -209,7 +271,7 @@ def test_a_small_worker_keeps_less() -> None:
 def test_queues_show_in_the_time_to_first_token() -> None:
     trace = workload("full_replay", msgspec.structs.replace(SMALL, conversations=20, turns=1))
     slow, more = (
-        Deployment(prefill_workers=n, routing=Routing.ROUND_ROBIN, prefill_flops_per_s=1e9)
+        Deployment(prefill_workers=n, routing=Routing.FORGET, prefill_flops_per_s=1e9)
         for n in (1, 10)
     )
     mean = [sum(r.ttft_s for r in run(trace, Policy.BOTH, d)[0]) / 20 for d in (slow, more)]

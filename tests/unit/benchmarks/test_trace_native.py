@@ -71,6 +71,10 @@ GOOD: dict[str, Any] = {"request": "a", "prompt": [["s", 0, 9]], "output": [["o"
         ({"prompt": [["s", 0, "9"]]}, Reason.WRONG_TYPE, "prompt[0][2] '9': expected int"),
         ({"u_end": 10}, Reason.INCONSISTENT, "u_end 10: must lie in 0 ... 9"),
         ({"reasoning_tokens": 5}, Reason.INCONSISTENT, "reasoning_tokens 5: must lie in 0 ... 4"),
+        ({"suffix_start": 10}, Reason.INCONSISTENT, "suffix_start 10: must lie in 0 ... 9"),
+        ({"verbatim_tokens": 5}, Reason.INCONSISTENT, "verbatim_tokens 5: must lie in 0 ... 4"),
+        ({"boundaries": [3, 10]}, Reason.INCONSISTENT, "boundaries 10: must lie in 1 ... 9"),
+        ({"boundaries": [1] * 9}, Reason.OUT_OF_RANGE, "boundaries 9: give at most 8 positions"),
     ],
 )
 def test_an_impossible_turn_is_named_or_counted(

@@ -7,8 +7,16 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from backhaul.benchmarks.reuse.record import ArmResult, RequestResult, read_results
+from backhaul.benchmarks.reuse.record import (
+    Arm,
+    ArmResult,
+    PromptEndAt,
+    RequestResult,
+    Source,
+    read_results,
+)
 from backhaul.deploy.cli import app
+from backhaul.deploy.simulate_command import LineProgress
 from backhaul.protocols.errors import ConfigError
 
 SMALL = ["--size", "conversations=2", "--size", "turns=2", "--model", "tiny-hybrid"]
@@ -20,7 +28,7 @@ def simulate(*args: str) -> str:
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     assert result.exit_code == 0, result.output
-    return result.output
+    return result.stdout
 
 
 def test_every_arm_is_run_and_written(tmp_path: Path) -> None:
@@ -34,6 +42,10 @@ def test_every_arm_is_run_and_written(tmp_path: Path) -> None:
     assert len(arms) == 2 * 2 * 2 * 2 == len({arm.arm for arm in arms})
     assert sum(isinstance(r, RequestResult) for r in results) == 16 * 4
     assert printed.count("both") == 8
+    for result in results:  # the default has both, and absent means that nothing is there
+        if isinstance(result, RequestResult) and result.arm.prompt_end is PromptEndAt.ABSENT:
+            assert not result.local_tokens
+    assert {arm.arm.prompt_end for arm in arms} == set(PromptEndAt)
 
 
 def test_a_trace_is_read_and_u_end_assumed(tmp_path: Path) -> None:
@@ -49,6 +61,33 @@ def test_a_trace_is_read_and_u_end_assumed(tmp_path: Path) -> None:
     )
     second = [r for r in read_results(output) if isinstance(r, RequestResult)][1]
     assert (second.selected, second.loaded_tokens) == ("input_end", 480)
+
+
+def test_progress_is_lines_where_standard_error_is_no_terminal() -> None:
+    args = ["--workload", "full_replay", *SMALL, "--policy", "none", "--policy", "both"]
+    result = CliRunner().invoke(app, ["simulate", *args], catch_exceptions=False)
+    assert result.exit_code == 0
+    lines = result.stderr.splitlines()
+    assert len(lines) == 4, "a line per arm"
+    assert lines[0].startswith("arm 1 of 4 (none, unlimited, lru, P_end present): done in ")
+    assert lines[3].startswith("arm 4 of 4 (both, unlimited, lru, P_end absent): done in ")
+    assert "arm 1 of 4" not in result.stdout
+
+
+def test_a_long_arm_says_now_and_then_how_far_it_is() -> None:
+    said: list[str] = []
+    now = 0.0
+    progress = LineProgress(1, said.append, every_s=10.0, clock=lambda: now)
+    progress.begin(Arm(source=Source.SIMULATED, workload="w", policy="both"))
+    for done in range(1, 26):
+        now += 1.0
+        progress.done(done, 1000)
+    progress.end()
+    assert [line.partition("): ")[2] for line in said] == [
+        "10 of 1,000 requests",
+        "20 of 1,000 requests",
+        "done in 25.0 s",
+    ]
 
 
 @pytest.mark.parametrize(
