@@ -255,6 +255,9 @@ ENGINE: dict[str, Metric] = {
         "Logical ends that share a published checkpoint with the end it is named by.", KIND
     ),
     "publication_failures": _counter("Checkpoints that were not published.", PUBLICATION_REASON),
+    "pathless_publications": _counter(
+        "Ends of replies published while nobody who loads could reach them."
+    ),
     "publish_bytes": _counter("Bytes sent to the store, all ranks."),
     "published_state_bytes": _counter(
         "Recurrent state bytes of published checkpoints, all ranks.", KIND
