@@ -269,7 +269,9 @@ ENGINE: dict[str, Metric] = {
         "Time from a request's end to its D_end being consumable.", _LOAD_BUCKETS_S
     ),
     "forced_chunk_ends": _counter(
-        "Prefill chunks ended early for a checkpoint; each costs at most one more step.", KIND
+        "Prefill chunks that a checkpoint ended earlier than vLLM would have; each costs at most "
+        "one more step.",
+        KIND,
     ),
     "chosen_ends": _counter(
         "Ends that the policies of requests whose prefill began chose to publish, by what decided.",

@@ -131,7 +131,8 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
         junction: end of a prefix shared with an earlier request at which no recurrent group had a
             state; 0: none, or one was loaded.
         candidates: deepest first.
-        forced_chunk_ends: positions at which a prefill chunk was ended for a checkpoint.
+        forced_chunk_ends: positions at which a checkpoint ended a prefill chunk that would
+            have gone on.
         chosen: what its policy chose.
         publishing_decode_end: whether this request's D_end is on its way to the store.
         decode_end_reason: ``NO_PUBLICATION_PATH`` where its D_end was withheld because nobody who
