@@ -37,6 +37,12 @@ def value(driver: webdriver.Chrome, name: str) -> str:
     return text(driver, f'[data-value="{name}"]')
 
 
+def texts(driver: webdriver.Chrome, selector: str) -> list[str]:
+    """Of every element that fits, at one moment: the page replaces its rows as it refreshes."""
+    script = "return [...document.querySelectorAll(arguments[0])].map(e => e.innerText.trim())"
+    return list(driver.execute_script(script, selector))
+
+
 def wait_for(driver: webdriver.Chrome, what: Any) -> None:
     WebDriverWait(driver, WAIT_S, poll_frequency=0.2).until(what)
 
@@ -70,14 +76,10 @@ def test_from_empty_to_full_to_gone_to_restarted(driver: webdriver.Chrome) -> No
         assert text(driver, '[data-share="matched"]') == "33 %"
         assert value(driver, "evicted") == "1" and int(value(driver, "evictions")) > 0
         assert "--capacity" in text(driver, "#advice")
-        cells = [cell.text for cell in driver.find_elements(By.CSS_SELECTOR, "#domains td")]
+        cells = texts(driver, "#domains td")
         assert cells[0] == domain[:8] and cells[1].startswith("<img src=x")
         assert cells[2 + KINDS.index("decode_end")] == cells[7] == value(driver, "checkpoints")
-        first = driver.find_element(By.CSS_SELECTOR, "#recent tr")
-        assert [cell.text for cell in first.find_elements(By.TAG_NAME, "td")][1:3] == [
-            "not consumable",
-            "evicted",
-        ]
+        assert texts(driver, "#recent tr:first-child td")[1:3] == ["not consumable", "evicted"]
         assert driver.title == "Backhaul store"
         assert driver.execute_script("return window.shifts") < SHIFT_MAX
         logged = driver.get_log("browser")
@@ -149,14 +151,11 @@ def test_every_reason_tag_and_kind_has_its_place(driver: webdriver.Chrome) -> No
             assert value(driver, f"candidates.{tag}") == str(count)
         shown = [value(driver, f"candidates.{tag}") for tag in STORE["candidates"].labels[0].values]
         assert shown == ["7", "3", "2", "1"]
-        heads = [cell.text for cell in driver.find_elements(By.CSS_SELECTOR, ".domains th")]
+        heads = texts(driver, ".domains th")
         assert heads[2:-3] == [kind.replace("_", " ") for kind in KINDS]
-        row = next(
-            cells
-            for line in driver.find_elements(By.CSS_SELECTOR, "#domains tr")
-            if (cells := [cell.text for cell in line.find_elements(By.TAG_NAME, "td")])
-            and cells[0] == each[:8]
-        )
+        cells, width = texts(driver, "#domains td"), len(heads)
+        start = cells.index(each[:8])
+        row = cells[start : start + width]
         assert row[2:-2] == ["1"] * len(KINDS) + [str(len(KINDS))]
         assert driver.execute_script("return window.shifts") < SHIFT_MAX
 
