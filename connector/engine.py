@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from backhaul.connector.chunks import ChunkRule, chunk_rule
 from backhaul.connector.fingerprints import (
     cpu_isa,
     digest,
@@ -35,6 +36,7 @@ class EngineFacts:
         engine_id: vLLM's id of this engine; names the producer of checkpoints.
         num_blocks: KV blocks per rank.
         object_bytes: group index -> bytes of one block of the group on one rank.
+        chunks: where vLLM ends a prefill chunk by itself.
         drops_block: vLLM keeps a prompt's last recurrent state one block lower, because an EAGLE
             group gives up its last matched block.
         work: what a prefill costs; None where the model's shape is not understood.
@@ -45,6 +47,7 @@ class EngineFacts:
     engine_id: str
     num_blocks: int
     object_bytes: dict[int, int]
+    chunks: ChunkRule
     drops_block: bool = False
     work: ModelWork | None = None
 
@@ -54,6 +57,7 @@ def engine_facts(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
     layout = cache_layout(vllm_config, kv_cache_config)
     groups = kv_cache_config.kv_cache_groups
     speculative = vllm_config.speculative_config
+    drops_block = bool(layout.has_recurrent and speculative and speculative.use_eagle_block_drop())
     return EngineFacts(
         layout=layout,
         domain=cache_domain(vllm_config, kv_cache_config, layout),
@@ -63,9 +67,8 @@ def engine_facts(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
             group.index: sum(s.real_page_size_bytes for s in _layer_specs(groups[group.index]))
             for group in layout.groups
         },
-        drops_block=bool(
-            layout.has_recurrent and speculative and speculative.use_eagle_block_drop()
-        ),
+        chunks=chunk_rule(vllm_config, kv_cache_config, layout, drops_block=drops_block),
+        drops_block=drops_block,
         work=_work(vllm_config.model_config),
     )
 

@@ -92,11 +92,11 @@ def problem(known: Known, *, domain: str, store: str, no_path: NoPath) -> str:
     else:
         return ""
     then = (
-        "decode ends are not kept until that changes"
+        "decode ends are not kept until that changes and counted as no_publication_path"
         if no_path is NoPath.DISABLE
-        else "decode ends are published all the same"
+        else "decode ends are published all the same and counted in pathless_publications"
     )
-    return f"backhaul: no publication path: {why}; {then} and counted as no_publication_path"
+    return f"backhaul: no publication path: {why}; {then}"
 
 
 class Presence:

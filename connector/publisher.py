@@ -213,11 +213,13 @@ class Publisher:
             pathless = withheld or not self._has_path(tracked)
             if withheld or (pathless and self._options.no_path is NoPath.DISABLE):
                 if end and end >= tracked.request.num_prompt_tokens - 1:
+                    tracked.decode_end_reason = Reason.NO_PUBLICATION_PATH
                     self._stats.count("publication_failures", Reason.NO_PUBLICATION_PATH)
             elif pin is not None and pin.boundary <= end:
                 publication = tracked.publication or self._new_publication(tracked)
                 sent = self._publish(tracked, pin, (kind,), table, publication, last=True)
                 if sent and pathless:
+                    tracked.decode_end_reason = Reason.NO_PUBLICATION_PATH
                     next(reversed(self._sending.values())).pathless = True
             elif end >= tracked.request.num_prompt_tokens:
                 self._stats.count("publication_failures", Reason.STATE_MISSING)
@@ -454,8 +456,7 @@ class Publisher:
             return
         now = self._clock()
         if job.reason is None:
-            if sending.pathless:
-                self._stats.count("publication_failures", Reason.NO_PUBLICATION_PATH)
+            self._stats.count("pathless_publications", n=sending.pathless)
             self._count_published(sending.kinds, job.state_bytes)
             if tracked is not None and CheckpointKind.INPUT_END in sending.kinds:
                 self._stats.count("user_turns_published", n=tracked.hints.user_turn)

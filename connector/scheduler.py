@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from vllm.v1.request import RequestStatus
@@ -78,6 +79,7 @@ class SchedulerHalf:
     ) -> None:
         """``kv_events``: the user enabled vLLM's KV events."""
         self._facts = facts
+        self._chunks = facts.chunks
         self._options = options
         self._store = store
         self._publishes = publishes
@@ -141,6 +143,8 @@ class SchedulerHalf:
         """
         self._manager = manager
         self._holds.bind(manager.block_pool)
+        if not manager.coordinator.enable_partial_hash_hits:
+            self._chunks = replace(self._chunks, kept=self._chunks.grid)
         if self._events.enabled:
             self._events.bind(manager)
         reset = manager.reset_prefix_cache
@@ -205,9 +209,13 @@ class SchedulerHalf:
             self._publisher.on_preempted(tracked)
             self._pinned.pop(tracked.request_id, None)
         state = scheduler_output.kv_connector_block_state
-        for request_id, tokens in scheduler_output.num_scheduled_tokens.items():
+        taken = 0
+        # In the order in which vLLM gave them their share of the pass.
+        for i, (request_id, tokens) in enumerate(scheduler_output.num_scheduled_tokens.items()):
             if request_id in self._requests:
-                self._on_scheduled(self._requests[request_id], tokens, state)
+                room = self._chunks.room(taken, i, len(self._requests))
+                self._on_scheduled(self._requests[request_id], tokens, room, state)
+            taken += tokens
         self._publisher.keep_alive()
         meta = StepMetadata(publishes=self._publisher.take_jobs())
         if self._consumer is not None:
@@ -351,14 +359,20 @@ class SchedulerHalf:
             # Makes vLLM keep the loaded state in its own prefix cache.
             request.shared_prefix_boundary = tracked.ends.kept_with(boundary)
 
-    def _on_scheduled(self, tracked: TrackedRequest, tokens: int, state: Any) -> None:
+    def _on_scheduled(self, tracked: TrackedRequest, tokens: int, room: int, state: Any) -> None:
+        """``room``: what the pass had left for the request, of which it was given ``tokens``."""
         request = tracked.request
         if tracked.outcome is None:
             self._settle(tracked)
         end = request.num_computed_tokens + tokens
         grid = self._facts.layout.boundary_tokens
         if tracked.stops and end >= (floor := tracked.stops[0] // grid * grid):
-            if end in (floor, tracked.stops[0]):
+            if end in (floor, tracked.stops[0]) and end < self._chunks.end(
+                start=request.num_computed_tokens,
+                room=room,
+                prompt_tokens=request.num_prompt_tokens,
+                tokens=request.num_tokens,
+            ):
                 if floor not in tracked.forced:  # again after a preemption
                     tracked.forced.append(floor)
                 kind = primary_kind(tracked.ends.kinds_at(floor))

@@ -194,6 +194,21 @@ SURFACES: tuple[Surface, ...] = (
         ),
     ),
     Surface(
+        "vllm.v1.kv_cache_interface", "get_mamba_prefill_checkpoint_position",
+        "forced chunk ends", parameters("num_tokens", "hash_block_size", "drop_eagle_block"),
+    ),
+    Surface(
+        "vllm.v1.kv_cache_interface", "is_mamba_prefill_checkpoint_valid", "forced chunk ends",
+        parameters(
+            "query_start", "query_end", "checkpoint_position", "hash_block_size",
+            "mamba_block_size", "checkpoint_alignment",
+        ),
+    ),
+    Surface(
+        "vllm.v1.core.kv_cache_coordinator", "KVCacheCoordinator", "forced chunk ends",
+        source_has("enable_partial_hash_hits"),
+    ),
+    Surface(
         "vllm.v1.kv_cache_interface", "RSWASpec", "groups that drop generated blocks",
         source_has("rswa_window"),
     ),

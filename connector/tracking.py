@@ -74,7 +74,8 @@ class TrackedRequest:
     failed; ``outcome`` is set once, when the prefill begins;
     ``forced`` are the chunk ends that were forced so far; ``takes_input_end`` says whether policy,
     role and hints allow a U_end to be published. ``choice`` is what its ``policy`` chose when it
-    arrived; ``verbatim`` finds the end of what the parser keeps, where the policy asks for it.
+    arrived; ``verbatim`` finds the end of what the parser keeps, where the policy asks for it;
+    ``decode_end_reason`` says why nobody can load the end of the reply, withheld or published.
     """
 
     request: Any
@@ -106,6 +107,7 @@ class TrackedRequest:
     outcome: Outcome | None = None
     forced: list[int] = field(default_factory=list)
     takes_input_end: bool = False
+    decode_end_reason: Reason | None = None
 
     @property
     def takes_decode(self) -> bool:
@@ -143,6 +145,7 @@ class TrackedRequest:
             input_end=self._input_end(outcome.resumed_tokens),
             chosen=self._chosen(),
             publishing_decode_end=publishing_decode_end,
+            decode_end_reason=self.decode_end_reason,
         )
 
     def _chosen(self) -> Chosen:

@@ -255,6 +255,9 @@ ENGINE: dict[str, Metric] = {
         "Logical ends that share a published checkpoint with the end it is named by.", KIND
     ),
     "publication_failures": _counter("Checkpoints that were not published.", PUBLICATION_REASON),
+    "pathless_publications": _counter(
+        "Ends of replies published while nobody who loads could reach them."
+    ),
     "publish_bytes": _counter("Bytes sent to the store, all ranks."),
     "published_state_bytes": _counter(
         "Recurrent state bytes of published checkpoints, all ranks.", KIND
@@ -266,7 +269,9 @@ ENGINE: dict[str, Metric] = {
         "Time from a request's end to its D_end being consumable.", _LOAD_BUCKETS_S
     ),
     "forced_chunk_ends": _counter(
-        "Prefill chunks ended early for a checkpoint; each costs at most one more step.", KIND
+        "Prefill chunks that a checkpoint ended earlier than vLLM would have; each costs at most "
+        "one more step.",
+        KIND,
     ),
     "chosen_ends": _counter(
         "Ends that the policies of requests whose prefill began chose to publish, by what decided.",

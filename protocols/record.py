@@ -131,9 +131,12 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
         junction: end of a prefix shared with an earlier request at which no recurrent group had a
             state; 0: none, or one was loaded.
         candidates: deepest first.
-        forced_chunk_ends: positions at which a prefill chunk was ended for a checkpoint.
+        forced_chunk_ends: positions at which a checkpoint ended a prefill chunk that would
+            have gone on.
         chosen: what its policy chose.
         publishing_decode_end: whether this request's D_end is on its way to the store.
+        decode_end_reason: ``NO_PUBLICATION_PATH`` where its D_end was withheld because nobody who
+            loads could reach it, or is on its way all the same; else None.
     """
 
     version: int = RECORD_VERSION
@@ -152,6 +155,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     input_end: InputEnd = InputEnd(outcome=InputEndOutcome.ABSENT)
     chosen: Chosen = Chosen()
     publishing_decode_end: bool = False
+    decode_end_reason: Reason | None = None
 
 
 class LoggedRequest(RequestRecord, frozen=True, kw_only=True):

@@ -11,7 +11,11 @@ import pytest
 from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
-from store_kit import RunningStore, running_store
+from store_kit import GRID, RunningStore, chain, running_store
+
+from backhaul.protocols import store_pb2
+from backhaul.protocols.metrics import KINDS, STORE
+from backhaul.transfer.daemon.status import ADVICE
 
 WAIT_S = 60
 SHIFT_MAX = 0.01
@@ -31,6 +35,12 @@ def text(driver: webdriver.Chrome, selector: str) -> str:
 
 def value(driver: webdriver.Chrome, name: str) -> str:
     return text(driver, f'[data-value="{name}"]')
+
+
+def texts(driver: webdriver.Chrome, selector: str) -> list[str]:
+    """Of every element that fits, at one moment: the page replaces its rows as it refreshes."""
+    script = "return [...document.querySelectorAll(arguments[0])].map(e => e.innerText.trim())"
+    return list(driver.execute_script(script, selector))
 
 
 def wait_for(driver: webdriver.Chrome, what: Any) -> None:
@@ -66,14 +76,10 @@ def test_from_empty_to_full_to_gone_to_restarted(driver: webdriver.Chrome) -> No
         assert text(driver, '[data-share="matched"]') == "33 %"
         assert value(driver, "evicted") == "1" and int(value(driver, "evictions")) > 0
         assert "--capacity" in text(driver, "#advice")
-        cells = [cell.text for cell in driver.find_elements(By.CSS_SELECTOR, "#domains td")]
+        cells = texts(driver, "#domains td")
         assert cells[0] == domain[:8] and cells[1].startswith("<img src=x")
-        assert cells[2] == cells[6] == value(driver, "checkpoints")
-        first = driver.find_element(By.CSS_SELECTOR, "#recent tr")
-        assert [cell.text for cell in first.find_elements(By.TAG_NAME, "td")][1:3] == [
-            "not consumable",
-            "evicted",
-        ]
+        assert cells[2 + KINDS.index("decode_end")] == cells[7] == value(driver, "checkpoints")
+        assert texts(driver, "#recent tr:first-child td")[1:3] == ["not consumable", "evicted"]
         assert driver.title == "Backhaul store"
         assert driver.execute_script("return window.shifts") < SHIFT_MAX
         logged = driver.get_log("browser")
@@ -92,6 +98,66 @@ def test_from_empty_to_full_to_gone_to_restarted(driver: webdriver.Chrome) -> No
     with running_store("--capacity=1MiB", f"--http={http}"):
         wait_for_state(driver, "live")
         assert "restarted" in text(driver, "#state") and value(driver, "lookups") == "0"
+
+
+def abandoned_state(store: RunningStore, domain: str, tokens: str) -> None:
+    """Leave the state at the end of ``tokens`` in the store and nothing below it."""
+    key = store_pb2.Key(rank=0, group=1, block_hash=chain(tokens)[-1])
+    want = store_pb2.Want(key=key, nbytes=256)
+    request = store_pb2.ReserveRequest(domain_id=domain, publication_id="gone", wants=[want])
+    (grant,) = store.catalog.Reserve(request).grants
+    written = [store_pb2.Written(key=key, token=grant.token, checksum=1)]
+    store.catalog.Commit(
+        store_pb2.CommitRequest(domain_id=domain, publication_id="gone", rank=0, written=written)
+    )
+    store.catalog.Abandon(store_pb2.AbandonRequest(publication_id="gone"))
+
+
+def announce(store: RunningStore, domain: str, tokens: str) -> None:
+    """Promise the checkpoint at the end of ``tokens``."""
+    boundary, name = len(tokens) * GRID, chain(tokens)[-1]
+    store.catalog.Announce(
+        store_pb2.AnnounceRequest(domain_id=domain, boundary=boundary, block_hash=name, ttl_s=60)
+    )
+
+
+def test_every_reason_tag_and_kind_has_its_place(driver: webdriver.Chrome) -> None:
+    with running_store("--capacity=1MiB") as store:
+        domain, other = store.open("page"), store.open("other")
+        for letter in "ABCDEFGHIJKL":  # more than the pool holds
+            store.publish(domain, letter, nbytes=100 << 10)
+        store.publish(other, "o")
+        store.publish(domain, "a")
+        store.publish(domain, "abcd")
+        abandoned_state(store, domain, "pq")
+        announce(store, domain, "uv")
+        for tokens in ("A", "o", "abcx", "pqr", "uvw"):
+            store.lookup(domain, tokens)
+        each = store.open("kinds")
+        for letter, kind in zip("vwxyz", KINDS, strict=True):
+            store.publish(each, letter, kind)
+        open_page(driver, store)
+        status = httpx.get(f"http://{store.http}/status.json").json()
+        reasons = dict.fromkeys(STORE["unconsumable"].labels[0].values, 1)
+        assert set(ADVICE) == set(reasons)
+        assert status["not_consumable"] == reasons, "each was met once"
+        for name in reasons:
+            assert value(driver, name) == "1"
+            bar = driver.find_element(By.CSS_SELECTOR, f'[data-bar="{name}"]')
+            whole = driver.find_element(By.CSS_SELECTOR, "#reasons i").size["width"]
+            assert bar.size["width"] == pytest.approx(whole / len(reasons), abs=2)
+        assert len(text(driver, "#advice")) > 40
+        for tag, count in status["candidates"].items():
+            assert value(driver, f"candidates.{tag}") == str(count)
+        shown = [value(driver, f"candidates.{tag}") for tag in STORE["candidates"].labels[0].values]
+        assert shown == ["7", "3", "2", "1"]
+        heads = texts(driver, ".domains th")
+        assert heads[2:-3] == [kind.replace("_", " ") for kind in KINDS]
+        cells, width = texts(driver, "#domains td"), len(heads)
+        start = cells.index(each[:8])
+        row = cells[start : start + width]
+        assert row[2:-2] == ["1"] * len(KINDS) + [str(len(KINDS))]
+        assert driver.execute_script("return window.shifts") < SHIFT_MAX
 
 
 @pytest.mark.parametrize("width", [500, 1200])

@@ -423,6 +423,27 @@ def test_vllm_counts_what_was_loaded_as_cached_on_a_host(pair: Pair, sibling: bo
     pair.check_idle()
 
 
+def test_vllm_counts_a_load_as_admitted_also_where_it_fails() -> None:
+    faults = Faults({"read_fails": 1.0}, 1, slow_s=0.01)
+    where = Restartable(new_uri())
+    pair = Pair(where.uri)
+    decode = pair.engine(name="decode")
+    prefill = pair.engine(name="prefill", wrap=lambda _: FaultyStore(where, faults))
+    first = decode.run(tokens(4 * B + 3, 1), 3 * B)
+    decode.check_idle()
+    name = prefill.submit(first.history + tokens(5, 2), 3)
+    admitted: list[int] = []
+    before = prefill.scheduler.connector_prefix_cache_stats
+    while prefill.step():
+        admitted += before.hits_by_source.values()
+        before = prefill.scheduler.connector_prefix_cache_stats
+    assert admitted[0] == (len(first.history) - 1) // B * B
+    assert prefill.finished[name].loaded == 0
+    assert not any(name.startswith("loaded_tokens") for name in prefill.counters)
+    assert prefill.counters["load_failures|load_failed"] > 0
+    pair.close()
+
+
 # -- the request log --------------------------------------------------------------------------
 
 

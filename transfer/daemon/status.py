@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import backhaul
+from backhaul.protocols.checkpoint import Reason
+from backhaul.protocols.metrics import KINDS
 from backhaul.transfer.base import DomainInfo
 from backhaul.transfer.index import BlockIndex
 
@@ -13,6 +15,21 @@ FRESH_S = 0.5
 """However many pages are open, the document is made at most this often: it walks over all
 checkpoints, in the loop that also answers lookups."""
 CLIENTS_SHOWN = 8
+ADVICE: dict[str, str] = {
+    Reason.EVICTED: "gone before they were asked for again. Give the store a larger --capacity, or "
+    "publish fewer ends (policy).",
+    Reason.UNCOMMITTED: "asked for before every rank had committed. Raise publication_wait_s, or "
+    "look for a slow or dead rank.",
+    Reason.DOMAIN_MISMATCH: "the same prefix lies in another cache domain. backhaul doctor names "
+    "the field that differs.",
+    Reason.HASH_MISMATCH: "the history came back with other tokens. backhaul explain shows where "
+    "it departs.",
+    Reason.STATE_MISSING: "prompts branch off where no state was kept, or publications were "
+    "abandoned. Policies that publish more ends keep states at more places.",
+    Reason.ATTENTION_MISSING: "publications stopped after their states. Look for engines that were "
+    "killed, and for a full store.",
+}
+"""What to do about each reason of a candidate that is not consumable."""
 
 
 class StatusReport:
@@ -58,7 +75,10 @@ class StatusReport:
                 "consumable": counters["hits"],
                 "read": counters["leases_read"],
             },
+            "candidates": _labelled(counters, "candidates_"),
             "not_consumable": _labelled(counters, "unconsumable_"),
+            "advice": ADVICE,
+            "kinds": KINDS,
             "checkpoints_created": counters["checkpoints_created"],
             "evictions": evicted,
             "evicted_unused": counters["evicted_unused_checkpoints"],

@@ -69,8 +69,10 @@ def test_the_problem_is_one_line_with_what_follows(
     known: Known, parts: list[str], no_path: NoPath
 ) -> None:
     line = problem(known, domain="d1", store="backhaul://h:1", no_path=no_path)
-    assert "\n" not in line and "backhaul://h:1" in line and "no_publication_path" in line
-    assert ("not kept" in line) == (no_path is NoPath.DISABLE)
+    assert "\n" not in line and "backhaul://h:1" in line
+    disabled = no_path is NoPath.DISABLE
+    assert ("not kept" in line) == ("as no_publication_path" in line) == disabled
+    assert ("pathless_publications" in line) != disabled
     for part in parts:
         assert part in line
 

@@ -4,16 +4,10 @@
 
 const PERIOD_MS = 2000;
 const PATIENCE_MS = 3000;
-const KINDS = ["decode_end", "input_end", "prompt_end", "shared_prefix"];
-const ADVICE = {
-  evicted: "Evicted before they were asked for again: give the store a larger --capacity, or publish fewer ends (policy).",
-  uncommitted: "Asked for before every rank had committed: raise publication_wait_s, or look for a slow or dead rank.",
-  domain_mismatch: "The same prefix lies in another cache domain: `backhaul doctor` names the field that differs.",
-  hash_mismatch: "The history came back with other tokens: `backhaul explain` shows where it departs.",
-};
 const at = (id) => document.getElementById(id);
 const all = (selector) => document.querySelectorAll(selector);
 
+let kinds = [];
 let instance = null;
 let restarted = "";
 let lostAt = null;
@@ -41,13 +35,53 @@ function setAll(name, values, whole) {
   for (const share of all(`[data-share="${name}"]`)) share.textContent = whole ? Math.round((100 * values[name]) / whole) + " %" : "";
 }
 
+function words(name) {
+  return name.replaceAll("_", " ");
+}
+
+function element(tag, data = {}) {
+  const made = document.createElement(tag);
+  Object.assign(made.dataset, data);
+  return made;
+}
+
+// One row for each name that the document carries; made once, so that nothing moves afterwards.
+function bars(box, names, prefix = "") {
+  if (box.children.length === names.length) return;
+  box.replaceChildren(...names.map((name) => {
+    const [row, label, track] = ["div", "span", "i"].map((tag) => element(tag));
+    row.className = "row";
+    label.textContent = words(name);
+    track.append(element("b", { bar: prefix + name }));
+    row.append(label, track, element("data", { value: prefix + name }), element("data", { share: prefix + name }));
+    return row;
+  }));
+}
+
+function columns(names) {
+  if (kinds.length === names.length) return;
+  kinds = names;
+  for (const old of all(".kind")) old.remove();
+  at("kinds-before").before(...names.map((name) => {
+    const head = element("th");
+    head.scope = "col";
+    head.className = "n kind";
+    head.textContent = words(name);
+    return head;
+  }));
+}
+
+function prefixed(figures, prefix) {
+  return Object.fromEntries(Object.entries(figures).map(([name, n]) => [prefix + name, n]));
+}
+
 function values(figures) {
   for (const [name, text] of Object.entries(figures)) {
     for (const place of all(`[data-value="${name}"]`)) place.textContent = text;
   }
 }
 
-function rows(body, items, columns, empty) {
+function rows(body, items, empty) {
   body.replaceChildren(...items.map((item) => {
     const row = document.createElement("tr");
     for (const [text, className, title] of item) {
@@ -61,7 +95,7 @@ function rows(body, items, columns, empty) {
   }));
   if (items.length) return;
   const cell = document.createElement("td");
-  cell.colSpan = columns;
+  cell.colSpan = body.parentElement.tHead.rows[0].cells.length;
   cell.className = "empty";
   cell.textContent = empty;
   const row = document.createElement("tr");
@@ -76,12 +110,16 @@ function show(status) {
   document.body.dataset.state = "live";
   at("state").textContent = `version ${status.version}, up ${time(status.uptime_s)}, instance ${status.instance_id}${restarted}`;
   for (const name of Object.keys(status.funnel)) setAll(name, status.funnel, status.funnel.lookups);
+  const candidates = prefixed(status.candidates, "candidates.");
+  bars(at("candidates"), Object.keys(status.candidates), "candidates.");
+  for (const name of Object.keys(candidates)) setAll(name, candidates, candidates["candidates.known"]);
   const reasons = status.not_consumable;
-  const most = Math.max(...Object.values(reasons), 0);
-  for (const name of Object.keys(reasons)) setAll(name, reasons, most);
-  const worst = Object.keys(reasons).find((name) => reasons[name] === most);
-  at("advice").textContent = most ? ADVICE[worst] ?? "" : "None so far.";
-  const counts = { ...status.funnel, ...reasons };
+  bars(at("reasons"), Object.keys(reasons));
+  const total = Object.values(reasons).reduce((sum, n) => sum + n, 0);
+  for (const name of Object.keys(reasons)) setAll(name, reasons, total);
+  const worst = Object.keys(reasons).reduce((a, b) => (reasons[b] > reasons[a] ? b : a));
+  at("advice").textContent = total ? `${words(worst)}: ${status.advice[worst]}` : "None so far.";
+  const counts = { ...status.funnel, ...candidates, ...reasons };
   for (const name of ["checkpoints", "objects", "leases", "publications", "evictions", "evicted_unused", "refused_objects", "checkpoints_created"]) counts[name] = status[name];
   values(Object.fromEntries(Object.entries(counts).map(([name, n]) => [name, count(n)])));
   values({
@@ -92,16 +130,17 @@ function show(status) {
   at("pool-bar").style.width = share + "%";
   at("pool-bar").parentElement.classList.toggle("full", share >= 98);
   at("pool-text").textContent = `${bytes(status.used_bytes)} of ${bytes(status.capacity_bytes)}, ${share.toFixed(share < 10 ? 1 : 0)} %`;
+  columns(status.kinds);
   rows(at("domains"), status.domains.map((one) => [
     [one.id.slice(0, 8), "", `${one.id}: ${one.summary}`],
     [one.clients.map((client) => client.name).join(", ") || "–", "", one.clients.map((client) => `${client.name}, ${time(client.opened_s)} ago`).join("\n")],
-    ...KINDS.map((kind) => [count(one.kinds[kind] ?? 0), "n"]),
+    ...kinds.map((kind) => [count(one.kinds[kind] ?? 0), "n"]),
     [count(one.checkpoints), "n"], [bytes(one.object_bytes), "n"], [time(one.idle_s), "n"],
-  ]), 9, `No engine has opened a cache domain yet. Give one "store": "${status.store_uri}" in its kv_connector_extra_config.`);
+  ]), `No engine has opened a cache domain yet. Give one "store": "${status.store_uri}" in its kv_connector_extra_config.`);
   rows(at("recent"), status.recent.map((one) => [
     [time(one.age_s)], [one.what], [one.reason], [one.boundary ? count(one.boundary) : "–", "n"],
     [one.kinds.join(", ") || "–"], [one.domain.slice(0, 8)], [count(one.times), "n"],
-  ]), 7, "Nothing was evicted, refused or asked for in vain yet.");
+  ]), "Nothing was evicted, refused or asked for in vain yet.");
 }
 
 function lose() {
@@ -111,8 +150,8 @@ function lose() {
   for (const place of all("[data-value], #pool-text")) place.textContent = "–";
   for (const place of all("[data-share], #advice")) place.textContent = "";
   for (const bar of all("[data-bar], #pool-bar")) bar.style.width = "0";
-  rows(at("domains"), [], 9, "Unknown while the store is unreachable.");
-  rows(at("recent"), [], 7, "Unknown while the store is unreachable.");
+  rows(at("domains"), [], "Unknown while the store is unreachable.");
+  rows(at("recent"), [], "Unknown while the store is unreachable.");
 }
 
 async function refresh() {
