@@ -6,7 +6,6 @@ runs on a thread and ``poll`` says "not yet" until it has answered or its time i
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 import time
@@ -161,7 +160,7 @@ class Catalog:
         """As ``send``, of a release: while the store does not answer it is repeated, for as long
         as a lease lasts, so that a store that stood still frees its space when it goes on."""
         until = self._clock() + self._options.lease_s
-        self.send(lambda: self._try_to_give_back(call, until))
+        self.send(lambda: self._give_back_each([(call, until)]))
 
     def send(self, call: Callable[[], object]) -> None:
         """Run a call on a catalog thread; a store error is logged and forgotten."""
@@ -177,36 +176,40 @@ class Catalog:
                 self._repeat.cancel()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _try_to_give_back(self, call: Callable[[], object], until: float) -> None:
-        try:
-            call()
-        except StoreUnavailable as error:
-            logger.debug("backhaul: %s", error)
-            if self._clock() >= until:
+    def _give_back_each(self, owed: Sequence[tuple[Callable[[], object], float]]) -> None:
+        """Up to the first call that the store does not answer: lookups need the threads, too."""
+        for done, (call, _) in enumerate(owed):
+            try:
+                call()
+            except StoreUnavailable as error:
+                _log(error)
+                self._owe(owed[done:])
                 return
-            with self._lock:
-                self._owed.append((call, until))
-                if self._repeat is None:
-                    self._repeat = threading.Timer(_REPEAT_S, self._give_back_owed)
-                    self._repeat.daemon = True
-                    self._repeat.start()
+            except Exception as error:
+                _log(error)
+
+    def _owe(self, calls: Sequence[tuple[Callable[[], object], float]]) -> None:
+        now = self._clock()
+        with self._lock:
+            self._owed.extend((call, until) for call, until in calls if now < until)
+            if self._owed and self._repeat is None:
+                self._repeat = threading.Timer(_REPEAT_S, self._give_back_owed)
+                self._repeat.daemon = True
+                self._repeat.start()
 
     def _give_back_owed(self) -> None:
         with self._lock:
             owed = list(self._owed)
             self._owed.clear()
             self._repeat = None
-        for call, until in owed:
-            self.send(functools.partial(self._try_to_give_back, call, until))
+        self.send(lambda: self._give_back_each(owed))
 
     @staticmethod
     def _guarded(call: Callable[[], object]) -> None:
         try:
             call()
-        except StoreError as error:
-            logger.debug("backhaul: %s", error)
-        except Exception:
-            logger.exception("backhaul: unexpected error in a catalog call")
+        except Exception as error:
+            _log(error)
 
     def _lookup(self, boundary_hashes: list[bytes]) -> Answer:
         options = self._options
@@ -230,9 +233,13 @@ class Catalog:
         except Exception:
             logger.exception("backhaul: unexpected error in a lookup")
             return Answer(LookupResult(), Reason.INTERNAL, float("inf"))
-        result, foreign = self._convertible.extend(
-            result, boundary_hashes, lease_s=options.lease_s, timeout_s=options.lookup_timeout_s
-        )
+        foreign: Foreign | None = None
+        try:
+            result, foreign = self._convertible.extend(
+                result, boundary_hashes, lease_s=options.lease_s, timeout_s=options.lookup_timeout_s
+            )
+        except Exception:
+            logger.exception("backhaul: unexpected error in a lookup of another domain")
         answer = Answer(result, None, float("inf"), self._clock() - asked, foreign)
         if answer.leases:
             with self._lock:
@@ -249,3 +256,11 @@ class Catalog:
                 self.release(lease)
 
         pending.future.add_done_callback(on_done)
+
+
+def _log(error: Exception) -> None:
+    """Of a call for which nobody waits."""
+    if isinstance(error, StoreError):
+        logger.debug("backhaul: %s", error)
+    else:
+        logger.error("backhaul: unexpected error in a catalog call", exc_info=error)

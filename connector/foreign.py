@@ -55,10 +55,12 @@ class ConvertibleDomains:
         deepest = max((m.boundary for m in found.matches if m.consumable), default=0)
         added: dict[int, CheckpointMatch] = {}
         foreign: Foreign | None = None
+        domains = dict.fromkeys(m.domain for m in found.matches if _may_be_converted(m))
+        asked = {domain: self._ask(domain, timeout_s) for domain in domains}
         for match in found.matches:
             if not _may_be_converted(match) or match.boundary <= deepest:
                 continue
-            record, _ = self._ask(match.domain, timeout_s)
+            record, _ = asked[match.domain]
             if record is None:
                 continue
             foreign, added = self._lookup(
@@ -68,7 +70,7 @@ class ConvertibleDomains:
         matches = tuple(
             added.get(match.boundary)
             or (
-                msgspec.structs.replace(match, field=self._ask(match.domain, timeout_s)[1])
+                msgspec.structs.replace(match, field=asked[match.domain][1])
                 if _may_be_converted(match)
                 else match
             )

@@ -179,7 +179,7 @@ class Publisher:
                 self._publish(tracked, pin, pin.kinds, table, self._new_publication(tracked))
             if not self._may_be_decode_end(tracked, boundary) or (
                 tracked.verbatim is not None
-                and boundary > tracked.verbatim.end(tracked.request.all_token_ids, committed)
+                and boundary > tracked.verbatim.end(tracked.request.all_token_ids, limit)
             ):
                 self._unpin(tracked, boundary)
                 continue

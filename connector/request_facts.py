@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from array import array
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -91,10 +92,13 @@ def lost_suffix(prompt: Sequence[int], u_end: int, request: Any) -> int | None:
         return None
     history = array("Q", prompt[:u_end]).tobytes()
     suffix = prompt[u_end:]
-    for length in range(len(suffix), 0, -1):
-        if _contains(history, array("Q", suffix[:length]).tobytes()):
-            return None if length == len(suffix) else u_end + length
-    return u_end if suffix else None
+    tokens = array("Q", suffix).tobytes()
+    lengths = range(1, len(suffix) + 1)
+    # Where one length is not found, no longer one is.
+    found = bisect_left(
+        lengths, True, key=lambda length: not _contains(history, tokens[: 8 * length])
+    )
+    return None if found == len(suffix) else u_end + found
 
 
 def _contains(history: bytes, tokens: bytes) -> bool:

@@ -249,14 +249,15 @@ class SchedulerHalf:
             self._write_log(tracked, tracked.record())
             return False, None
         reason = _FINISH_REASONS.get(request.status)
-        if tracked.decode_pin and reason not in (FinishReason.STOP, FinishReason.LENGTH):
+        wanted = publishes_decode_end(reason, self._options.publish_on)
+        ended = reason in (FinishReason.STOP, FinishReason.LENGTH)
+        if tracked.decode_pin and not (ended or wanted):
             self._stats.count("publication_failures", Reason.ABORTED)
         published = self._publisher.on_finished(
             tracked,
             block_ids,
             committed=max(request.num_computed_tokens - request.num_in_flight_tokens, 0),
-            publish=self._publishes_of(tracked)
-            and publishes_decode_end(reason, self._options.publish_on),
+            publish=self._publishes_of(tracked) and wanted,
         )
         record = tracked.record(publishing_decode_end=published)
         self._write_log(tracked, record)

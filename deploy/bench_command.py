@@ -10,8 +10,8 @@ from typing import Annotated
 
 import typer
 
-from backhaul.benchmarks.reuse.matrix import NOTHING, Matrix, StoreBudget
-from backhaul.benchmarks.reuse.record import Budget, PromptEndAt
+from backhaul.benchmarks.reuse.matrix import Matrix, StoreBudget
+from backhaul.benchmarks.reuse.record import NO_POLICY, Budget, PromptEndAt
 from backhaul.benchmarks.reuse.workloads import WORKLOADS, Sizes
 from backhaul.deploy.arguments import each, folder_to_write
 from backhaul.deploy.demo_command import default_cache_dir
@@ -27,7 +27,7 @@ class Experiment(enum.StrEnum):
     REUSE = "reuse"
 
 
-POLICIES = (NOTHING, *(policy.value for policy in Policy if policy is not Policy.BOUNDARIES))
+POLICIES = (NO_POLICY, *(policy.value for policy in Policy if policy is not Policy.BOUNDARIES))
 """Compared unless others are named. ``boundaries`` needs an application that supplies them."""
 SMALL = Sizes(
     conversations=3, turns=4, system=400, user=120, reasoning=80, reply=60, tool_result=120,

@@ -8,6 +8,7 @@ workers exchange bytes only inside one id, or by one of the conversions there.
 from __future__ import annotations
 
 import hashlib
+from typing import Annotated
 
 import msgspec
 
@@ -24,6 +25,8 @@ DOMAIN_VERSION = 3
    ranks hold them alike.
 3: layers per pipeline stage; groups say how their pages are cut over ranks.
 """
+
+_Ranks = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 
 
 class DomainRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -73,8 +76,8 @@ class DomainRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     attention_backend: str = ""
     platform: str
     cpu_isa: str = ""
-    tensor_parallel: int = 1
-    pipeline_parallel: int = 1
+    tensor_parallel: _Ranks = 1
+    pipeline_parallel: _Ranks = 1
     pipeline_layers: str = ""
     speculative_tokens: int = 0
     vllm: str

@@ -14,7 +14,7 @@ Descriptions hold numbers over all ranks, so they are the same at any tensor-par
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 import numpy as np
@@ -22,18 +22,21 @@ import numpy.typing as npt
 
 Bytes = npt.NDArray[np.uint8]
 
+_Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
+"""Records come from anybody, and are compared with everybody's."""
+
 
 class Part(msgspec.Struct, frozen=True):
     """One array of a row: ``units`` over all ranks, ``nbytes`` each."""
 
-    units: int
-    nbytes: int
+    units: _Count
+    nbytes: _Count
 
 
 class Rows(msgspec.Struct, frozen=True):
     """``count`` rows of the same parts."""
 
-    count: int
+    count: _Count
     parts: tuple[Part, ...]
 
 

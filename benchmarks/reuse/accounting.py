@@ -6,15 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from backhaul.benchmarks.reuse.figures import (
-    NO_POLICY,
-    Book,
-    Cell,
-    Context,
-    baseline,
-    contexts,
-)
-from backhaul.benchmarks.reuse.record import Arm, PromptEndAt
+from backhaul.benchmarks.reuse.figures import Book, Cell, Context, baseline, contexts
+from backhaul.benchmarks.reuse.record import NO_POLICY, Arm, PromptEndAt
 from backhaul.benchmarks.reuse.statistics import Estimate, paired
 
 LITTLE = 0.02

@@ -11,8 +11,8 @@ from rich.table import Table
 
 from backhaul.benchmarks.reuse.deployment import Deployment, Routing
 from backhaul.benchmarks.reuse.model_shape import ModelShape
-from backhaul.benchmarks.reuse.record import ArmResult, RequestResult
-from backhaul.benchmarks.reuse.simulator import NO_POLICY, Experiment, simulate
+from backhaul.benchmarks.reuse.record import NO_POLICY, ArmResult, RequestResult
+from backhaul.benchmarks.reuse.simulator import Experiment, simulate
 from backhaul.benchmarks.reuse.trace import Turn
 from backhaul.protocols.errors import ConfigError
 from backhaul.protocols.options import Policy

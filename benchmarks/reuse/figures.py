@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from backhaul.benchmarks.reuse.record import (
+    NO_POLICY,
     Arm,
     ArmResult,
     Budget,
@@ -27,7 +28,6 @@ from backhaul.benchmarks.reuse.statistics import (
 from backhaul.protocols.checkpoint import CheckpointKind
 from backhaul.protocols.errors import ConfigError
 
-NO_POLICY = "none"
 BASELINES = ("main_sparse", NO_POLICY)
 """What policies are compared with; the first that was run."""
 

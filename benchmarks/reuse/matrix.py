@@ -24,9 +24,6 @@ from backhaul.benchmarks.reuse.record import (
 )
 from backhaul.benchmarks.reuse.trace import Turn
 
-NOTHING = "none"
-"""The arm that neither publishes nor loads."""
-
 
 class StoreBudget(msgspec.Struct, frozen=True, kw_only=True):
     """What an arm's store may hold or admit; see ``record.Arm`` for ``bytes``."""
@@ -39,7 +36,7 @@ class StoreBudget(msgspec.Struct, frozen=True, kw_only=True):
 class Matrix(msgspec.Struct, frozen=True, kw_only=True):
     """What is to be run.
 
-    ``policies``: values of ``Policy``, or ``NOTHING``. ``seed`` draws the order of the arms; the
+    ``policies``: values of ``Policy``, or ``NO_POLICY``. ``seed`` draws the order of the arms; the
     turns of a repeat depend on the repeat alone.
     """
 

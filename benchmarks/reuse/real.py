@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 
 from backhaul.benchmarks.reuse.contents import Contents
-from backhaul.benchmarks.reuse.matrix import NOTHING
 from backhaul.benchmarks.reuse.model_shape import ModelShape
 from backhaul.benchmarks.reuse.record import (
+    NO_POLICY,
     Arm,
     ArmResult,
     Budget,
@@ -179,7 +179,7 @@ def _greeting(number: int) -> tuple[Span, ...]:
 def hints(arm: Arm, turn: Turn) -> dict[str, Any]:
     """``kv_transfer_params["backhaul"]`` of a request: the arm's policy, and what a renderer and a
     proxy know of the turn."""
-    if arm.policy == NOTHING:
+    if arm.policy == NO_POLICY:
         return {"publish": False, "load": False}
     known = {"policy": arm.policy, **hints_of(turn)}
     return {name: value for name, value in known.items() if value is not None and value != ""}

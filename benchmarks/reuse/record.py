@@ -20,6 +20,9 @@ from backhaul.protocols.errors import ConfigError
 RECORD_VERSION = 1
 """Version of the lines' meaning. 1: first version."""
 
+NO_POLICY = "none"
+"""Stands for engines that neither publish nor load."""
+
 
 class Source(enum.StrEnum):
     """Where a result comes from."""
@@ -52,7 +55,7 @@ class Arm(msgspec.Struct, frozen=True, kw_only=True, order=True):
     """One cell of the matrix and one repeat of it.
 
     Attributes:
-        policy: value of ``protocols.options.Policy``, or "none" where nothing is carried back.
+        policy: value of ``protocols.options.Policy``, or ``NO_POLICY``.
         budget_bytes: the capacity, or the admitted bytes per 1,000 prompt tokens; 0: unlimited.
         eviction: name of the store's eviction strategy.
         model: name of the model's shape.

@@ -27,6 +27,7 @@ from backhaul.benchmarks.reuse.local_cache import LocalCache, LocalHit
 from backhaul.benchmarks.reuse.model_shape import ModelShape
 from backhaul.benchmarks.reuse.prefix import BoundaryHashes
 from backhaul.benchmarks.reuse.record import (
+    NO_POLICY,
     Arm,
     ArmResult,
     Budget,
@@ -54,9 +55,6 @@ from backhaul.protocols.policy import Choice, Policy
 from backhaul.protocols.record import Candidate
 from backhaul.transfer.index import LookupAnswer
 from backhaul.transfer.strategies import DEFAULT, Admission, Strategies
-
-NO_POLICY = "none"
-"""Stands for engines without Backhaul."""
 
 _NO_ANSWER = LookupAnswer((), None, None)
 

@@ -10,10 +10,11 @@ import pytest
 from e2e_kit import Session
 from rich.console import Console
 
-from backhaul.benchmarks.reuse.matrix import NOTHING, Matrix, StoreBudget, planned
+from backhaul.benchmarks.reuse.matrix import Matrix, StoreBudget, planned
 from backhaul.benchmarks.reuse.model_shape import preset
 from backhaul.benchmarks.reuse.real import RealArms
 from backhaul.benchmarks.reuse.record import (
+    NO_POLICY,
     ArmResult,
     Budget,
     EndFate,
@@ -30,7 +31,7 @@ SIZES = Sizes(
     conversations=2, turns=2, system=100, user=60, reasoning=40, reply=40, generation_prefix=5
 )
 MATRIX = Matrix(
-    policies=(NOTHING, "input_end", "decode_end"),
+    policies=(NO_POLICY, "input_end", "decode_end"),
     budgets=(StoreBudget(budget=Budget.UNLIMITED),),
     workloads=("full_replay",),
     prompt_ends=(PromptEndAt.ABSENT,),
@@ -78,8 +79,8 @@ def test_arms_on_real_engines(own_store: Session, tmp_path: Path) -> None:
         (arm,) = [r for r in results if isinstance(r, ArmResult) and r.arm.policy == policy]
         assert set(arm.kinds) == {kind} and arm.kinds[kind].created == 4
         assert arm.loaded_bytes > 0 and arm.evicted_unused == 0
-    assert all(r.hit_tokens == 0 and not r.selected for r in requests[NOTHING])
-    prompts = {r.request: r.prompt_tokens for r in requests[NOTHING]}
+    assert all(r.hit_tokens == 0 and not r.selected for r in requests[NO_POLICY])
+    prompts = {r.request: r.prompt_tokens for r in requests[NO_POLICY]}
     for lines in requests.values():
         assert {r.request: r.prompt_tokens for r in lines} == prompts
     html, markdown = write_report(build_report(results), tmp_path / "report")

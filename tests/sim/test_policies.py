@@ -169,6 +169,20 @@ def test_the_verbatim_part_of_a_reply_is_published(
     assert done.params["backhaul"]["publishing_decode_end"] is False
 
 
+@pytest.mark.parametrize("drafts", [2, 3, 5])
+def test_the_verbatim_end_of_a_reply_that_ends_among_accepted_drafts(
+    pair: Pair, drafts: int
+) -> None:
+    """The engine has computed drafts beyond the reply's end, of which there are no token ids."""
+    one = engine(pair, "boundaries", drafts=drafts, accept=1.0)
+    for output in range(B, B + 2 * drafts + 2):
+        prompt = tokens(3 * B - 1, output)
+        done = run(one, prompt, output, rewrites=[])
+        pair.check_idle()
+        end = (len(prompt) + len(done.output) - 1) // B * B
+        assert (end, {X}) in kinds(pair)
+
+
 def test_a_suffix_that_will_be_gone_is_left_out(pair: Pair) -> None:
     one = engine(pair, "boundaries")
     run(one, tokens(5 * B + 3, 1), B, u_end=5 * B + 1, suffix_start=4 * B + 6)

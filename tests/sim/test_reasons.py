@@ -344,9 +344,9 @@ def nobody_who_loads(pair: Pair) -> dict[str, float]:
     return dict(engine.counters)
 
 
-def aborted(pair: Pair) -> dict[str, float]:
+def aborted(pair: Pair, **options: Any) -> dict[str, float]:
     """The client hangs up while a D_end is at hand."""
-    engine = pair.engine()
+    engine = pair.engine(options=options)
     name = engine.submit(tokens(3 * B + 2, 1), 20 * B)
     while len(engine.requests[name].output_token_ids) < 3 * B:
         engine.step()
@@ -372,6 +372,12 @@ PUBLICATIONS: dict[str, Scenario] = {
     Reason.ABORTED: aborted,
     Reason.INTERNAL: refused(StoreError("x")),
 }
+
+
+def test_an_abort_whose_end_is_published_is_no_failure(pair: Pair) -> None:
+    counters = aborted(pair, publish_on=["stop", "abort"])
+    assert counters["publications|decode_end"] == 1
+    assert counters.get("publication_failures|aborted", 0) == 0
 
 
 @pytest.mark.parametrize("reason", PUBLICATION_REASON.values)

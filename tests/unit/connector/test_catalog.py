@@ -24,10 +24,12 @@ class StandingStore:
     def __init__(self, errors: list[StoreError]) -> None:
         self.errors = errors
         self.calls = 0
+        self.asked: list[LeaseId] = []
         self.released: list[LeaseId] = []
 
     def release(self, leases: list[LeaseId], *, timeout_s: float) -> None:
         self.calls += 1
+        self.asked += leases
         if self.errors:
             raise self.errors.pop(0)
         self.released += leases
@@ -76,6 +78,20 @@ def test_a_release_is_repeated_until_the_store_answers(made: list[Catalog]) -> N
         catalog.release(LeaseId(str(number)))
     assert settled(store) == 6
     assert sorted(store.released) == ["0", "1", "2"], "each arrives once"
+
+
+def test_a_store_that_stands_still_is_tried_with_one_release_at_a_time(
+    made: list[Catalog], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each takes its whole time limit, on the threads that lookups need."""
+    monkeypatch.setattr(module, "_REPEAT_S", 0.1)
+    errors: list[StoreError] = [StoreTimeout("hung") for _ in range(13)]
+    catalog, store = make(made, errors, Clock())
+    for number in range(10):
+        catalog.release(LeaseId(str(number)))
+    assert settled(store) == 23
+    assert len(set(store.asked[:10])) == 10 and len(set(store.asked[10:14])) == 1
+    assert sorted(store.released) == sorted(map(str, range(10)))
 
 
 def test_a_release_is_given_up_when_the_lease_has_run_out(made: list[Catalog]) -> None:

@@ -23,6 +23,7 @@ from backhaul.protocols.checkpoint import (
     CheckpointKind,
     CheckpointManifest,
     CheckpointMatch,
+    DomainId,
     LeaseId,
     PublicationId,
     Reason,
@@ -272,7 +273,9 @@ def test_ones_own_checkpoints_come_first(pool: InProcessPool, published: int) ->
     assert match.consumable and match.domain == ""
 
 
-def test_a_match_keeps_its_reason_where_the_record_cannot_be_had(pool: InProcessPool) -> None:
+def test_a_match_keeps_its_reason_where_the_record_cannot_be_had(
+    pool: InProcessPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = InProcessStore(pool)
     ours = record(1)
     store.open_domain(ours, timeout_s=1)
@@ -282,12 +285,36 @@ def test_a_match_keeps_its_reason_where_the_record_cannot_be_had(pool: InProcess
         reason=Reason.DOMAIN_MISMATCH, domain=record(2).domain_id,
     )  # fmt: skip
     found = store.lookup(ours.domain_id, HASHES, timeout_s=1)
+    shallower = msgspec.structs.replace(match, boundary=BOUNDARY - TOKENS)
+    ask, asked = store.domain_record, []
+
+    def counted(domain: DomainId, *, timeout_s: float) -> DomainRecord:
+        asked.append(domain)
+        return ask(domain, timeout_s=timeout_s)
+
+    monkeypatch.setattr(store, "domain_record", counted)
     result, foreign = catalog._convertible.extend(
-        replace(found, matches=(match,)), HASHES, lease_s=1, timeout_s=1
+        replace(found, matches=(match, shallower)), HASHES, lease_s=1, timeout_s=1
     )
     assert foreign is None
     assert result.matches[0] == msgspec.structs.replace(match, field="(unknown)")
+    assert asked == [match.domain], "once, however many of its checkpoints match"
     catalog.close()
+
+
+@pytest.mark.parametrize("published", [2], indirect=True)
+def test_a_fault_in_another_domain_leaves_the_lookup_as_it_was(
+    pool: InProcessPool, published: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It must not reach the scheduler, which asks for the answer."""
+
+    def broken(*_: Any, **__: Any) -> DomainRecord:
+        raise RuntimeError("x")
+
+    monkeypatch.setattr(InProcessStore, "domain_record", broken)
+    answer = look_up(pool, record(1))
+    assert answer.reason is None and answer.foreign is None
+    assert [match.reason for match in answer.result.matches] == [Reason.DOMAIN_MISMATCH]
 
 
 @pytest.mark.parametrize("published", [2], indirect=True)

@@ -9,6 +9,7 @@ from backhaul.protocols.comparison import compare
 from backhaul.protocols.domain import DOMAIN_VERSION, DomainRecord, parse_domain
 from backhaul.protocols.errors import StoreRejected
 from backhaul.protocols.layout import CacheLayout, GroupKind, GroupLayout
+from backhaul.protocols.sharding import Part, Rows
 
 LAYOUT = CacheLayout(
     groups=(
@@ -87,3 +88,29 @@ def test_a_record_of_another_version_is_refused_by_its_version(version: int) -> 
 def test_malformed_records_are_rejected(record: bytes) -> None:
     with pytest.raises(StoreRejected):
         parse_domain(record)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("tensor_parallel",), 0), (("tensor_parallel",), 10**9), (("pipeline_parallel",), 0),
+        (("layout", "groups", 0, "page", 0, "count"), 0),
+        (("layout", "groups", 0, "page", 0, "parts", 0, "units"), 0),
+        (("layout", "groups", 0, "page", 0, "parts", 0, "units"), 2**64 - 1),
+        (("layout", "groups", 0, "page", 0, "parts", 0, "nbytes"), -1),
+    ],
+)  # fmt: skip
+def test_numbers_with_which_no_other_record_can_be_compared_are_rejected(
+    path: tuple[str | int, ...], value: int
+) -> None:
+    """A store compares every record with those of everybody else."""
+    group = msgspec.structs.replace(LAYOUT.groups[0], page=(Rows(1, (Part(4, 1024),)),))
+    layout = msgspec.structs.replace(LAYOUT, groups=(group,))
+    record = msgspec.structs.replace(RECORD, layout=layout)
+    assert parse_domain(record.canonical()) == record
+    fields = inner = json.loads(record.canonical())
+    for step in path[:-1]:
+        inner = inner[step]
+    inner[path[-1]] = value
+    with pytest.raises(StoreRejected):
+        parse_domain(msgspec.json.encode(fields))
