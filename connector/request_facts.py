@@ -36,7 +36,7 @@ def parsers_of(online_renderer: Any) -> Parsers:
 def message_facts(request: Any) -> dict[str, Any]:
     """What roles and tools say."""
     last = _messages(request)[-1:]
-    role = _role(last[0]) if last else ""
+    role = role_of(last[0]) if last else ""
     return {
         "user_turn": role == "user",
         "tool_continuation": role == "tool",
@@ -58,10 +58,10 @@ def reasoning_kept(use: ReasoningUse | None, request: Any) -> bool | None:
     if use is None:
         return None
     messages = _messages(request)
-    in_loop = bool(messages) and _role(messages[-1]) == "tool"
+    in_loop = bool(messages) and role_of(messages[-1]) == "tool"
     if use is ReasoningUse.NEVER or (use is ReasoningUse.BY_POSITION and not in_loop):
         return False
-    replies = [message for message in messages if _role(message) in ("assistant", "reasoning")]
+    replies = [message for message in messages if role_of(message) in ("assistant", "reasoning")]
     if not replies:
         return None
     return any(_field(reply, "reasoning") or _has_reasoning(reply) for reply in replies[-2:])
@@ -88,7 +88,7 @@ def lost_suffix(prompt: Sequence[int], u_end: int, request: Any) -> int | None:
     """Position from which the prompt's generation-only tokens are not found before an earlier
     reply: at the next turn they will not stand before this one either. None where all of them are,
     or there is no earlier reply to tell."""
-    if not any(_role(message) == "assistant" for message in _messages(request)):
+    if not any(role_of(message) == "assistant" for message in _messages(request)):
         return None
     history = array("Q", prompt[:u_end]).tobytes()
     suffix = prompt[u_end:]
@@ -119,7 +119,7 @@ def _field(message: Any, name: str) -> Any:
     return message.get(name) if isinstance(message, Mapping) else getattr(message, name, None)
 
 
-def _role(message: Any) -> str:
+def role_of(message: Any) -> str:
     """The role; of an item of the Responses API its kind stands for it."""
     kind = _field(message, "type")
     if kind in ("function_call_output", "custom_tool_call_output"):
@@ -130,7 +130,7 @@ def _role(message: Any) -> str:
 
 
 def _has_reasoning(message: Any) -> bool:
-    return bool(_field(message, "reasoning_content")) or _role(message) == "reasoning"
+    return bool(_field(message, "reasoning_content")) or role_of(message) == "reasoning"
 
 
 @functools.lru_cache(maxsize=8)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from backhaul.protocols.errors import UnsupportedError
@@ -26,30 +27,69 @@ class Surface(NamedTuple):
     test: Callable[[Any], bool]
 
 
-def parameters(*names: str) -> Callable[[Any], bool]:
-    """A test: the callable has these parameters."""
-    return lambda f: set(names) <= set(inspect.signature(f).parameters)
+@dataclass(frozen=True)
+class Needs:
+    """What a callable or class must show to fit; put together with ``&``.
 
+    Attributes:
+        names: parameters that it has.
+        bare: it can be called without arguments (but for ``self``).
+        fragments: text of its source.
+        in_order: the fragments' first occurrences are in this order.
+    """
 
-def source_has(*fragments: str) -> Callable[[Any], bool]:
-    """A test: the source contains these fragments."""
+    names: tuple[str, ...] = ()
+    bare: bool = False
+    fragments: tuple[str, ...] = ()
+    in_order: bool = False
 
-    def test(item: Any) -> bool:
+    def __call__(self, item: Any) -> bool:
+        if (self.names or self.bare) and not self._takes(item):
+            return False
+        if not self.fragments:
+            return True
         source = inspect.getsource(item)
-        return all(fragment in source for fragment in fragments)
+        found = [source.find(fragment) for fragment in self.fragments]
+        return -1 not in found and (not self.in_order or found == sorted(found))
 
-    return test
+    def __and__(self, other: Needs) -> Needs:
+        return Needs(
+            self.names + other.names,
+            self.bare or other.bare,
+            self.fragments + other.fragments,
+            self.in_order or other.in_order,
+        )
+
+    def _takes(self, item: Any) -> bool:
+        found = inspect.signature(item).parameters
+        wanted = [
+            name
+            for name, one in found.items()
+            if one.default is one.empty
+            and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+            and name != "self"
+        ]
+        return set(self.names) <= set(found) and not (self.bare and wanted)
 
 
-def _in_order(*fragments: str) -> Callable[[Any], bool]:
+def parameters(*names: str) -> Needs:
+    """The callable has these parameters; with no names, it can be called without arguments."""
+    return Needs(names=names, bare=not names)
+
+
+def source_has(*fragments: str) -> Needs:
+    """The source contains these fragments."""
+    return Needs(fragments=fragments)
+
+
+def _in_order(*fragments: str) -> Needs:
     """Each fragment occurs, the first occurrences in this order."""
+    return Needs(fragments=fragments, in_order=True)
 
-    def test(item: Any) -> bool:
-        source = inspect.getsource(item)
-        found = [source.find(fragment) for fragment in fragments]
-        return -1 not in found and found == sorted(found)
 
-    return test
+def is_property(item: Any) -> bool:
+    """Read as an attribute, not called."""
+    return isinstance(item, property)
 
 
 _BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
@@ -118,7 +158,7 @@ SURFACES: tuple[Surface, ...] = (
     ),
     Surface(
         "vllm.v1.core.kv_cache_utils", "KVCacheBlock.block_hash_num_tokens",
-        "prefix that a block is cached under", lambda item: isinstance(item, property),
+        "prefix that a block is cached under", is_property,
     ),
     Surface(
         "vllm.config", "SpeculativeConfig.use_eagle_block_drop", "EAGLE block drop", parameters()

@@ -142,13 +142,16 @@ def uses_templates(renderer: Any) -> bool:
     return any(cls.__name__ == "HfRenderer" for cls in renderer.__mro__)
 
 
-def encoded_u_end(renderer: Any, prompt: Sequence[int], text: str | None) -> UEnd:
+def encoded_u_end(
+    renderer: Any, prompt: Sequence[int], text: str | None, *, has_system: bool = False
+) -> UEnd:
     """U_end of a prompt from a renderer of vLLM that uses no template.
 
     Args:
         renderer: vLLM's renderer.
         prompt: token ids.
         text: the prompt's text where the renderer made one.
+        has_system: the conversation has a system message.
     """
     names = {cls.__name__ for cls in type(renderer).__mro__}
     tokenizer = renderer.get_tokenizer()
@@ -162,7 +165,9 @@ def encoded_u_end(renderer: Any, prompt: Sequence[int], text: str | None) -> UEn
     if "KimiK3Renderer" in names:
         return _kimi_k3(tokenizer, prompt)
     if "MistralRenderer" in names:
-        return encoders.mistral_u_end(prompt, tokenizer.get_vocab().get(encoders.MISTRAL_TOOLS))
+        old = getattr(tokenizer, "version", 0) < encoders.MISTRAL_SYSTEM_STAYS
+        tools = tokenizer.get_vocab().get(encoders.MISTRAL_TOOLS)
+        return encoders.mistral_u_end(prompt, tools, moves_system=has_system and old)
     return UEnd(None, Reason.UNKNOWN_RENDERER)
 
 

@@ -9,7 +9,6 @@ goes wrong is counted under its reason in ``backhaul:u_end_total``, and the requ
 from __future__ import annotations
 
 import contextvars
-import dataclasses
 import functools
 import importlib.abc
 import importlib.util
@@ -17,6 +16,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -30,6 +30,7 @@ from backhaul.connector.request_facts import (
     reasoning_kept,
     reply_reasons,
     rewrites,
+    role_of,
 )
 from backhaul.connector.selfcheck import Surface, missing_surfaces, parameters, source_has
 from backhaul.connector.u_end import (
@@ -60,31 +61,31 @@ OUTCOMES = (FILLED, SUPPLIED, *Reason)
 SURFACES: tuple[Surface, ...] = (
     Surface(
         _MODULE, "OnlineRenderer.preprocess_chat", "messages to token ids",
-        lambda f: parameters("self", "request", "messages", "skip_mm_cache")(f)
-        and source_has("renderer.render_chat_async(", "[engine_input]")(f),
+        parameters("self", "request", "messages", "skip_mm_cache")
+        & source_has("renderer.render_chat_async(", "[engine_input]"),
     ),
     Surface(
         _MODULE, "OnlineRenderer.render_chat", "chat requests",
-        lambda f: parameters("self", "request", "skip_mm_cache")(f)
-        and source_has("self.preprocess_chat(", "self._make_request_with_harmony(")(f),
+        parameters("self", "request", "skip_mm_cache")
+        & source_has("self.preprocess_chat(", "self._make_request_with_harmony("),
     ),
     Surface(
         _MODULE, "OnlineRenderer.render_responses", "Responses requests",
-        lambda f: parameters("self", "request", "skip_mm_cache")(f)
-        and source_has("self.preprocess_chat(", "self._render_responses_with_harmony(")(f),
+        parameters("self", "request", "skip_mm_cache")
+        & source_has("self.preprocess_chat(", "self._render_responses_with_harmony("),
     ),
     Surface(
         _MODULE, "OnlineRenderer._make_request_with_harmony", "Harmony chat",
-        lambda f: parameters("self", "request")(f) and source_has("[engine_input]")(f),
+        parameters("self", "request") & source_has("[engine_input]"),
     ),
     Surface(
         _MODULE, "OnlineRenderer._render_responses_with_harmony", "Harmony Responses",
-        lambda f: parameters("self", "request")(f) and source_has("ResponsesRenderResult(")(f),
+        parameters("self", "request") & source_has("ResponsesRenderResult("),
     ),
     Surface(
         "vllm.renderers.hf", "HfRenderer.render_messages_async", "template arguments",
-        lambda f: parameters("self", "messages", "params")(f)
-        and source_has("params.get_apply_chat_template_kwargs()", "_apply_chat_template_async(")(f),
+        parameters("self", "messages", "params")
+        & source_has("params.get_apply_chat_template_kwargs()", "_apply_chat_template_async("),
     ),
     Surface(
         "vllm.renderers.hf", "HfRenderer.__init__", "rendering thread",
@@ -92,8 +93,8 @@ SURFACES: tuple[Surface, ...] = (
     ),
     Surface(
         "vllm.renderers.hf", "safe_apply_chat_template", "rendering",
-        lambda f: parameters("model_config", "tokenizer", "conversation", "kwargs")(f)
-        and source_has("tokenizer.apply_chat_template(")(f),
+        parameters("model_config", "tokenizer", "conversation", "kwargs")
+        & source_has("tokenizer.apply_chat_template("),
     ),
     Surface(_TEMPLATES, "_compile_jinja_template", "templates", parameters("chat_template")),
     Surface(
@@ -199,7 +200,7 @@ def install() -> bool:
     renderer.render_chat = _directed(renderer.render_chat)
     renderer.render_responses = _directed(renderer.render_responses)
     renderer._make_request_with_harmony = _harmony(
-        renderer._make_request_with_harmony, lambda result: result[1][0]
+        renderer._make_request_with_harmony, _engine_input
     )
     renderer._render_responses_with_harmony = _harmony(
         renderer._render_responses_with_harmony, lambda result: result.engine_input
@@ -244,11 +245,21 @@ def _carried(render: Callable[..., Any]) -> Callable[..., Any]:
     async def carried(self: Any, messages: Any, params: Any) -> Any:
         recorder = _recorder.get()
         if recorder is not None:
-            arguments = {**params.chat_template_kwargs, _ARGUMENT: recorder}
-            params = dataclasses.replace(params, chat_template_kwargs=arguments)
+            params = _with_recorder(params, recorder)
         return await render(self, messages, params)
 
     return carried
+
+
+def _with_recorder(params: Any, recorder: Recorder) -> Any:
+    """``params`` whose template arguments carry the recorder; unchanged where that fails."""
+    try:
+        arguments = {**params.chat_template_kwargs, _ARGUMENT: recorder}
+        return replace(params, chat_template_kwargs=arguments)
+    except Exception as error:
+        recorder.reason = Reason.ERROR
+        logger.debug("U_end of a prompt is unknown", exc_info=error)
+        return params
 
 
 def _preprocessed(preprocess: Callable[..., Any]) -> Callable[..., Any]:
@@ -263,11 +274,10 @@ def _preprocessed(preprocess: Callable[..., Any]) -> Callable[..., Any]:
             result = await preprocess(self, request, *args, **kwargs)
         finally:
             _recorder.reset(token)
-        engine_input = result[1][0]
         _fill(
             request,
-            lambda: _found(self.renderer, recorder, engine_input),
-            lambda u_end: _facts(request, _token_ids(engine_input), u_end, recorder, self),
+            lambda: _found(self.renderer, recorder, _engine_input(result), _said(args, kwargs)),
+            lambda u_end: _facts(request, _token_ids(_engine_input(result)), u_end, recorder, self),
         )
         return result
 
@@ -339,18 +349,31 @@ class _Connects:
 _connects = _Connects()
 
 
+def _engine_input(result: Any) -> Any:
+    """The prompt of one request, of what rendering its messages gave."""
+    return result[1][0]
+
+
 def _token_ids(engine_input: Any) -> Sequence[int]:
     ids = engine_input.get("prompt_token_ids")
     return () if ids is None else ids
 
 
-def _found(renderer: Any, recorder: Recorder, engine_input: Any) -> UEnd:
+def _said(args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[Any]:
+    """The messages that ``preprocess_chat`` was given, a Responses request's instructions among
+    them."""
+    messages: Sequence[Any] = kwargs["messages"] if "messages" in kwargs else args[0]
+    return messages
+
+
+def _found(renderer: Any, recorder: Recorder, engine_input: Any, messages: Sequence[Any]) -> UEnd:
     prompt = _token_ids(engine_input)
     if not prompt:
         return UEnd(None, Reason.OPAQUE_PROMPT)
     if uses_templates(type(renderer)):  # type: ignore[arg-type]
         return recorder.u_end(prompt)
-    return encoded_u_end(renderer, prompt, engine_input.get("prompt"))
+    has_system = any(role_of(message) in ("system", "developer") for message in messages)
+    return encoded_u_end(renderer, prompt, engine_input.get("prompt"), has_system=has_system)
 
 
 def _fill(

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -161,32 +161,6 @@ def checkpoint_objects(
         raise ValueError(
             f"{len(hashes)} hashes of {layout.hash_tokens} tokens end before boundary {boundary}"
         )
-    return _objects(layout, boundary, hashes)
-
-
-def joint_hit(
-    layout: CacheLayout,
-    hashes: Sequence[bytes],
-    present: Callable[[int, bytes], bool],
-    limit_tokens: int,
-) -> int:
-    """The deepest boundary at or below ``limit_tokens`` of which every object is ``present`` (asked
-    with group index and block hash); 0 where there is none.
-
-    Equal to what vLLM's coordinator finds over the same blocks, but for EAGLE groups (vLLM gives up
-    their last matched block), hits inside a block, and windows of one token; see docs/groups.md.
-    """
-    boundary = layout.floor_boundary(min(limit_tokens, len(hashes) * layout.hash_tokens))
-    while boundary and not all(
-        present(group, name) for group, name in _objects(layout, boundary, hashes)
-    ):
-        boundary -= layout.boundary_tokens
-    return boundary
-
-
-def _objects(
-    layout: CacheLayout, boundary: int, hashes: Sequence[bytes]
-) -> list[tuple[int, bytes]]:
     return [
         (group.index, hashes[block_hash_index(group, block, layout.hash_tokens)])
         for group in layout.groups

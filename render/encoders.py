@@ -42,6 +42,8 @@ _KIMI_K3_CONTROL = re.compile(
 )
 
 MISTRAL_TOOLS = "[AVAILABLE_TOOLS]"
+MISTRAL_SYSTEM_STAYS = 7
+"""From this tokenizer version on the system message is written first, not into the last user's."""
 
 
 def deepseek_suffix(text: str) -> str | None:
@@ -83,14 +85,16 @@ def kimi_k3_after_control_text(found: UEnd, opening: str) -> UEnd:
     return found
 
 
-def mistral_u_end(prompt: Sequence[int], tools_token: int | None) -> UEnd:
+def mistral_u_end(prompt: Sequence[int], tools_token: int | None, *, moves_system: bool) -> UEnd:
     """U_end of a mistral_common prompt: it ends with the user's message, so nothing is
     generation-only; but the block of tools is written with the last user message and moves on.
 
     Args:
         prompt: token ids.
         tools_token: id of ``MISTRAL_TOOLS``, or None where the vocabulary has none.
+        moves_system: the conversation has a system message and the tokenizer writes it into the
+            last user message, as those before version 7 do.
     """
-    if tools_token is not None and tools_token in prompt:
+    if moves_system or (tools_token is not None and tools_token in prompt):
         return UEnd(None, Reason.MOVING_CONTROL_TEXT)
     return UEnd(len(prompt)) if prompt else UEnd(None, Reason.OPAQUE_PROMPT)

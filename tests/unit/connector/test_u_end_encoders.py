@@ -197,15 +197,11 @@ def test_mistral(mistral: Any, with_system: bool, tools: Any) -> None:
     said = FIRST if with_system else FIRST[1:]
     following = [*said, {"role": "assistant", "content": "Rain."}, FIRST[1]]
     prompt, after = (apply(messages, tools=tools) for messages in (said, following))
-    found = encoded_u_end(mistral, prompt, None)
-    # Before version 7 the system's message is written into the last user's, and moves as well: the
-    # tokens do not tell, and the checkpoint is one that is never found.
+    found = encoded_u_end(mistral, prompt, None, has_system=with_system)
+    # Before version 7 the system's message is written into the last user's, and moves as well.
     moves = bool(tools) or (with_system and mistral.version == ".v3")
     assert (after[: len(prompt)] == prompt) is not moves
-    if tools:
-        assert found == UEnd(None, Reason.MOVING_CONTROL_TEXT)
-    else:
-        assert found == UEnd(len(prompt))
+    assert found == (UEnd(None, Reason.MOVING_CONTROL_TEXT) if moves else UEnd(len(prompt)))
 
 
 @pytest.mark.parametrize("name", ["CohereRenderer", "InklingRenderer", "TerratorchRenderer"])

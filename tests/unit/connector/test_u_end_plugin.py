@@ -258,6 +258,37 @@ def test_unknown_has_its_reason(
     assert outcomes() == {reason: 1}
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "reason"),
+    [
+        ("", "", None),
+        ("hello", "good evening", None),
+        (HEADER, "<|im_start|>model\n", Reason.REWRITTEN),
+        (HEADER, "", Reason.REWRITTEN),
+    ],
+)
+def test_a_text_that_was_changed_after_its_render(
+    app: RenderApp, before: str, after: str, reason: Reason | None
+) -> None:
+    """Only its end matters: that is what U_end is told by."""
+
+    def apply(model_config: Any, tokenizer: Any, conversation: Any, **kwargs: Any) -> str:
+        text = tokenizer.apply_chat_template(
+            conversation, add_generation_prompt=True, tokenize=False
+        )
+        assert before in text
+        return str(text.replace(before, after) if before else text)
+
+    recorder = u_end.Recorder()
+    arguments = {u_end_plugin._ARGUMENT: recorder}
+    text = u_end_plugin._applied(apply)(None, app.tokenizer, MESSAGES, **arguments)
+    prompt = app.tokenizer.encode(text, add_special_tokens=False)
+    found = recorder.u_end(prompt)
+    assert found.reason is reason
+    if reason is None:
+        assert app.tokenizer.decode(prompt[found.tokens :]) == HEADER
+
+
 def test_forwarded_token_ids_are_opaque(
     app: RenderApp, outcomes: Callable[[], dict[str, float]]
 ) -> None:
@@ -293,8 +324,13 @@ def test_a_template_that_refuses_its_input_says_so_as_ever(app: RenderApp) -> No
 
 
 @pytest.mark.parametrize(
-    "where", ["Recorder.finish", "Recorder.u_end", "MarkedTemplate.render", "MarkedTemplate"]
-)
+    "where",
+    [
+        "u_end.Recorder.finish", "u_end.Recorder.u_end", "u_end.MarkedTemplate.render",
+        "u_end.MarkedTemplate", "u_end_plugin.replace", "u_end_plugin._engine_input",
+        "u_end_plugin._token_ids",
+    ],
+)  # fmt: skip
 def test_a_fault_of_ours_costs_the_offset_only(
     app: RenderApp,
     where: str,
@@ -304,7 +340,7 @@ def test_a_fault_of_ours_costs_the_offset_only(
     def broken(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(f"backhaul.connector.u_end.{where}", broken)
+    monkeypatch.setattr(f"backhaul.connector.{where}", broken)
     # A template of its own, so that none compiled earlier is used.
     answer = chat(app, chat_template=CHAT_TEMPLATE + f"{{# {where} #}}")
     assert app.tokenizer.decode(answer["token_ids"]).endswith(HEADER)

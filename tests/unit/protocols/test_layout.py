@@ -11,7 +11,6 @@ from backhaul.protocols.layout import (
     GroupLayout,
     block_hash_index,
     checkpoint_objects,
-    joint_hit,
     required_blocks,
 )
 
@@ -118,22 +117,6 @@ def test_chunked_attention_covers_the_chunk_and_no_block_more(
     boundary = blocks * block
     needed = required_blocks(group(GroupKind.CHUNK, block, window=chunk), boundary)
     assert set(needed) == {t // block for t in range(boundary // chunk * chunk, boundary)}
-
-
-def test_the_joint_hit_is_the_deepest_whole_checkpoint() -> None:
-    layout = CacheLayout(
-        groups=(group(GroupKind.FULL, 16), group(GroupKind.RECURRENT, 32, 1)), hash_tokens=16
-    )
-    hashes = [bytes([i]) for i in range(8)]
-    everything = {*checkpoint_objects(layout, 128, hashes), (1, hashes[3])}
-    held = set(everything)
-    assert joint_hit(layout, hashes, lambda *key: key in held, 128) == 128
-    assert joint_hit(layout, hashes, lambda *key: key in held, 127) == 64, "no state at 96"
-    held.remove((0, hashes[4]))
-    assert joint_hit(layout, hashes, lambda *key: key in held, 128) == 64
-    held.remove((0, hashes[0]))
-    assert joint_hit(layout, hashes, lambda *key: key in held, 128) == 0
-    assert joint_hit(layout, hashes[:5], lambda *key: key in everything, 1000) == 64
 
 
 def test_copies_are_owned_by_the_first_of_their_ranks() -> None:

@@ -21,7 +21,7 @@ THINKING = {
     "Qwen3-Next-Thinking", "Qwen3.5", "Qwen3.6", "Qwen3.6 preserve_thinking", "Qwen3.8",
     "Nemotron-3-Nano", "Nemotron-3-Super", "Nemotron-3-Ultra", "Nemotron-3.5-Lightning",
     "Kimi-K2.5", "Kimi-K3 (port)", "GLM-4.7", "GLM-5", "GLM-5.2", "GLM-5.3", "MiniMax-M2",
-    "MiniMax-M3", "DeepSeek-V3.1 (port) thinking", "DeepSeek-V4 (port) thinking", "gpt-oss",
+    "MiniMax-M3", "DeepSeek-V3.1 thinking", "DeepSeek-V4 (port) thinking", "gpt-oss",
     "Hy3 high effort", "Ling-3.0-flash", "Seed-OSS",
 }  # fmt: skip
 """Families whose output begins with reasoning."""
@@ -94,13 +94,12 @@ def letters(family: Family, *, tools: bool, keep: bool) -> str:
     """One letter per turn, for reasoning that the client returns (``keep``) or drops."""
     thinks = family.label in THINKING
     thought = "First this.\nThen that." if thinks else None
-    as_text = family.label.startswith("DeepSeek-V3.1")
     turns: list[tuple[dict[str, Any], dict[str, Any]]] = [
         (user("Good morning."), answer("Good morning! How can I help?", thought)),
     ]
     if tools:
         turns += [
-            (user("Weather in Oslo?"), call(thought, as_text=as_text)),
+            (user("Weather in Oslo?"), call(thought)),
             (RESULT, answer("7 degrees and rain.", thought)),
         ]
     turns.append((user("Thank you. And Bergen?"), answer("I do not know.", thought)))
@@ -111,7 +110,7 @@ def letters(family: Family, *, tools: bool, keep: bool) -> str:
         history.append(given)
         taken.append(take_turn(family, history, output, tools=tools))
         last_user = next(t for t in reversed(taken) if t.opens_with_user)
-        dropped = ("reasoning", "reasoning_content")
+        dropped = ("reasoning", "reasoning_content", "thinking")
         history.append(output if keep else {k: v for k, v in output.items() if k not in dropped})
         following = turns[i + 1][0] if i + 1 < len(turns) else user("Good night.")
         text, _ = text_of(family, [*history, following], tools=tools, generate=True)

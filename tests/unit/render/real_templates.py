@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -34,12 +33,21 @@ def template_path(name: str) -> Path:
     return path
 
 
+def template_source(name: str) -> str:
+    """The template's text."""
+    source = template_path(name).read_text()
+    if name == DEEPSEEK_V31:
+        # Its line breaks became blanks here, which would be written out between the tags.
+        source = re.sub(r"(?<=[%}]\}) +(?=\{[%{])", "", source)
+    return source
+
+
 @functools.cache
 def load(name: str) -> tuple[jinja2.Template, MarkedTemplate]:
     """The plain template, compiled as transformers does it, and the marked one."""
     from transformers.utils import chat_template_utils
 
-    source = template_path(name).read_text()
+    source = template_source(name)
     plain: jinja2.Template = chat_template_utils._compile_jinja_template(source)
     return plain, MarkedTemplate(source, plain.environment)
 
@@ -78,7 +86,7 @@ def vocabulary(name: str, template: str | None = None) -> Vocabulary:
     """A vocabulary; with ``template`` a stand-in that knows the template's own special tokens."""
     if template is None:
         return Vocabulary(name)
-    source = template_path(template).read_text()
+    source = template_source(template)
     found = set(_TOKEN_LIKE.findall(source))
     # Hy3 puts its special tokens together from pieces.
     found |= {
@@ -110,7 +118,7 @@ QWEN35, QWEN3, GLM, NEMOTRON = (
     "GlmTokenizer",
     "Nemotron3Tokenizer",
 )
-DEEPSEEK_V31 = "llama_cpp/deepseek-ai-DeepSeek-V3.1"
+DEEPSEEK_V31 = "xinference/Deepseek-V3.1"
 DEEPSEEK_V4 = "llama_cpp/deepseek-ai-DeepSeek-V4"
 ON = {"thinking": True}
 OFF = {"enable_thinking": False}
@@ -140,8 +148,8 @@ FAMILIES = (
     Family("GLM-5.3", "xinference/glm-5.3", GLM),
     Family("MiniMax-M2", "xinference/MiniMax-M2", QWEN3, True),
     Family("MiniMax-M3", "xinference/MiniMax-M3", QWEN3, True),
-    Family("DeepSeek-V3.1 (port)", DEEPSEEK_V31, "DeepSeekV31Tokenizer"),
-    Family("DeepSeek-V3.1 (port) thinking", DEEPSEEK_V31, "DeepSeekV31Tokenizer", kwargs=ON),
+    Family("DeepSeek-V3.1", DEEPSEEK_V31, "DeepSeekV31Tokenizer"),
+    Family("DeepSeek-V3.1 thinking", DEEPSEEK_V31, "DeepSeekV31Tokenizer", kwargs=ON),
     Family("DeepSeek-V4 (port)", DEEPSEEK_V4, "DeepSeekV4Tokenizer"),
     Family("DeepSeek-V4 (port) thinking", DEEPSEEK_V4, "DeepSeekV4Tokenizer", kwargs=ON),
     Family("gpt-oss", "trl/gptoss", "HarmonyTokenizer"),
@@ -177,17 +185,16 @@ def user(text: str) -> dict[str, Any]:
 
 
 def answer(text: str, reasoning: str | None = None) -> dict[str, Any]:
-    """As vLLM hands it to a template: reasoning under both of its names."""
-    thought = {} if reasoning is None else {"reasoning_content": reasoning, "reasoning": reasoning}
+    """As vLLM hands it to a template, reasoning under both of its names; and as ``thinking``, which
+    is what trl's template of gpt-oss reads."""
+    names = () if reasoning is None else ("reasoning_content", "reasoning", "thinking")
+    thought = dict.fromkeys(names, reasoning)
     return {"role": "assistant", "content": text, **thought}
 
 
-def call(reasoning: str | None = None, *, as_text: bool = False) -> dict[str, Any]:
-    arguments = {"city": "Oslo"}
-    function = {
-        "name": "get_weather",
-        "arguments": json.dumps(arguments) if as_text else arguments,
-    }
+def call(reasoning: str | None = None) -> dict[str, Any]:
+    """A tool call, its arguments parsed, as vLLM hands it to a template."""
+    function = {"name": "get_weather", "arguments": {"city": "Oslo"}}
     calls = [{"id": "functions.get_weather:0", "type": "function", "function": function}]
     return {**answer("", reasoning), "tool_calls": calls}
 

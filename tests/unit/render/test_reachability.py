@@ -163,24 +163,31 @@ def test_call_ids_that_a_client_renames(label: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "label", sorted({f.vocabulary: f.label for f in FAMILIES if not f.stand_in}.values())
-)
+    "label",
+    [
+        "Qwen3-Next-Instruct", "Qwen3.8 thinking off", "Nemotron-3-Nano thinking off", "GLM-5.3",
+        "Kimi-K2", "DeepSeek-V3.1", "DeepSeek-V4 (port)",
+    ],
+)  # fmt: skip
 def test_byte_pair_seams(label: str) -> None:
     """A model may sample a word in other pieces than those that its text is split into."""
     family = BY_LABEL[label]
-    text = "unbelievable weather today"
+    output = answer("unbelievable weather", "So be it." if label in THINKING else None)
+    turn = turn_of(family, output, tools=False)
+    text = said(family, turn, output, tools=False)
+    following = next_prompt(family, output, user("Thank you."))
     whole = family.encode(text)
+    kept = len(turn.decode or ()) - len(turn.prompt)
+    start = text.index("unbelievable")
     pieces = next(
         tokens
-        for cut in range(1, 12)
+        for cut in range(start + 1, start + 12)
         if (tokens := [*family.encode(text[:cut]), *family.encode(text[cut:])]) != whole
     )
-    prompt = family.encode(text_of(family, ASKED, tools=False, generate=True)[0])
-    turn = Turn(prompt, len(prompt), None, True)
-    following = [*prompt, *whole]
-    assert divergence(turn, whole, following) is None
+    assert divergence(turn, whole[:kept], following) is None
     first = divergence(turn, pieces, following)
-    assert first is not None and first >= len(prompt)
+    seam = next(i for i, (a, b) in enumerate(zip(pieces, whole, strict=False)) if a != b)
+    assert first == len(turn.prompt) + seam
 
 
 def test_the_end_token_is_another_one_in_history() -> None:

@@ -10,7 +10,6 @@ from real_templates import (
     FAMILIES,
     RESULT,
     SYSTEM,
-    Family,
     answer,
     call,
     load,
@@ -22,9 +21,9 @@ from backhaul.render.reasons import Reason
 from backhaul.render.tokens import u_end_tokens
 
 
-def conversations(family: Family) -> dict[str, tuple[list[dict[str, Any]], bool]]:
+def conversations() -> dict[str, tuple[list[dict[str, Any]], bool]]:
     """Name -> messages, and whether tools are offered."""
-    called = call("They want weather.", as_text=family.label.startswith("DeepSeek-V3.1"))
+    called = call("They want weather.")
     first = [SYSTEM, user("Good morning.")]
     second = [*first, answer("Good morning!", "A greeting."), user("Weather in Oslo?")]
     return {
@@ -42,13 +41,13 @@ def conversations(family: Family) -> dict[str, tuple[list[dict[str, Any]], bool]
     }
 
 
-CASES = [(f.label, name) for f in FAMILIES for name in conversations(f)]
+CASES = [(f.label, name) for f in FAMILIES for name in conversations()]
 
 
 @pytest.mark.parametrize(("label", "name"), CASES)
 def test_u_end_is_where_the_render_without_the_flag_ends(label: str, name: str) -> None:
     family = BY_LABEL[label]
-    messages, tools = conversations(family)[name]
+    messages, tools = conversations()[name]
     values = variables(family, messages, tools=tools)
     plain, marked = load(family.template)
     text = plain.render(**values, add_generation_prompt=True)
