@@ -7,6 +7,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
 
+import msgspec
 import pytest
 
 from backhaul.benchmarks.reuse.arms import plan, run_arms
@@ -91,7 +92,10 @@ def test_equal_results_give_equal_files(results: list[Result], tmp_path: Path) -
 
 
 def test_a_policy_without_its_ends_is_no_comparison() -> None:
-    turns = workload("full_replay", Sizes(conversations=2, turns=2, system=200))
+    turns = [
+        msgspec.structs.replace(turn, boundaries=(), suffix_start=None, verbatim_tokens=None)
+        for turn in workload("full_replay", Sizes(conversations=2, turns=2, system=200))
+    ]
     policies = [None, Policy.BOTH, Policy.BOUNDARIES]
     arms = plan("w", preset("tiny-hybrid"), Deployment(), policies=policies)
     report = build_report([r for one in run_arms(arms, turns) for r in (*one.results, one.arm)])

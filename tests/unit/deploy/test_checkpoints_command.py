@@ -166,10 +166,11 @@ def test_tags_for_a_request(live_store: RunningStore, tmp_path: Path) -> None:
     assert tagged(live_store, *options, "--tag=hash_matched", "--limit=1") == {3: "hash_matched"}
     retained = tagged(live_store, *options, "--tag=retained", f"--domain={domain}")
     assert retained == {1: "retained", 2: "selected", 3: "retained"}  # Z and m: one boundary
-    # For a worker of the other domain, what it holds itself is the one to load.
-    assert tagged(live_store, *options, "--used") == {}
+    used = (*options, "--used", f"--domain={domain}")  # other tests looked others up
+    assert tagged(live_store, *used) == {}
     live_store.lookup(domain, "m")
-    assert tagged(live_store, *options, "--used") == {1: "consumable"}
+    assert tagged(live_store, *used) == {1: "consumable"}
+    # For a worker of the other domain, what it holds itself is the one to load.
     theirs = tagged(live_store, *options, f"--for-domain={other}", "--tag=selected")
     assert theirs == {3: "selected"}
     code, out, _ = backhaul("checkpoints", "--store", live_store.uri, *options)
