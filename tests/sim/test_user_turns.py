@@ -1,0 +1,99 @@
+"""The end of a user's message, from the chat plugin's flag to the daemon's order of eviction."""
+
+from __future__ import annotations
+
+import re
+import select
+import subprocess
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from harness import BLOCK, Group, Pair
+from test_turns import tokens
+
+from backhaul.connector.request_facts import message_facts
+from backhaul.transfer.base import Store
+from backhaul.transfer.registry import open_store
+
+B = BLOCK
+
+
+@pytest.fixture
+def uri() -> Iterator[str]:
+    """The smallest daemon: a tool loop and some ten long prompts fit into it."""
+    command = [sys.executable, "-m", "backhaul.deploy.cli", "store", "--capacity", "1MiB"]
+    command += ["--listen", "127.0.0.1:0", "--http", "127.0.0.1:0", "--log-level", "warning"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        ready, _, _ = select.select([process.stdout], [], [], 60)
+        line = process.stdout.readline() if ready else ""
+        found = re.search(r"grpc \S+:(\d+)", line)
+        assert found, f"the daemon did not start: {line!r}"
+        yield f"backhaul://127.0.0.1:{found[1]}"
+    finally:
+        process.kill()
+        process.wait(timeout=30)
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+@pytest.fixture
+def store(uri: str) -> Iterator[Store]:
+    one = open_store(uri, client_name="reader")
+    yield one
+    one.close()
+
+
+def hints(u_end: int, *roles: str) -> dict[str, Any]:
+    """What the plugin says of a request whose messages have these roles."""
+    messages = [{"role": role, "content": "x"} for role in roles]
+    request = SimpleNamespace(messages=messages, tools=[{"type": "function"}], tool_choice="auto")
+    return {"backhaul": {"u_end": u_end, **message_facts(request)}}
+
+
+def test_the_end_of_the_users_message_outlives_the_tool_loop_in_a_full_store(
+    uri: str, store: Store
+) -> None:
+    pair = Pair(uri)
+    groups = (Group(layers=8), Group(layers=8, recurrent=True))
+    engine = pair.engine(groups=groups, num_blocks=256, budget=512)
+
+    def evicted() -> int:
+        return store.stats(timeout_s=5).counters["evicted_user_turns"]
+
+    def stored() -> set[bytes]:
+        return {bytes(one.block_hash) for one in store.list_checkpoints(timeout_s=5)}
+
+    roles = ["user"]
+    prompt = tokens(3 * B + 3, 1)
+    ends = []
+    for step in range(3):
+        ends.append((len(prompt) - 1) // B * B)
+        name = engine.submit(prompt, B + 2, params=hints(len(prompt) - 1, *roles))
+        engine.drain()
+        engine.check_idle()
+        roles += ["assistant", "tool"]
+        history = engine.finished[name].history
+        hashes = [bytes(one) for one in engine.requests[name].block_hashes]
+        prompt = history + tokens(2 * B, 10 + step)
+    user_end, *loop = (hashes[end // B - 1] for end in ends)
+    assert stored() >= {user_end, *loop}
+    assert engine.counters["publications|input_end"] >= 3
+    assert engine.counters["user_turns_published"] == 1
+
+    others = 0
+    while user_end in (held := stored()):
+        assert evicted() == 0
+        deepest = held & set(loop)
+        engine.run(tokens(4 * B, 100 + others), B)
+        engine.check_idle()
+        others += 1
+        assert others < 400, "the store is never full"
+    assert not deepest, "the loop's own ends went first"
+    assert evicted() == 1
+    assert engine.counters["user_turns_published"] == 1
+    pair.close()
