@@ -331,7 +331,7 @@ class TestPublications:
         timer = threading.Timer(0.2, lambda: writer.commit(publication, written, chain, BOUNDARY))
         timer.start()
         assert reader.lookup(chain, wait_s=10)[0] == [BOUNDARY]
-        timer.join()
+        timer.join(60)
 
     def test_the_wait_is_bounded(self, new_worker: WorkerMaker) -> None:
         worker = new_worker()

@@ -74,7 +74,7 @@ def test_abort_while_prefilling_and_decoding(pair: Session, after_s: float) -> N
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(60)
 
 
 def test_abort_while_a_load_is_under_way(pair: Session, rng: random.Random) -> None:

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
-from harness import BLOCK, FULL, STATE, Group, Pair, SimEngine, new_uri
-from test_turns import tokens
+from harness import BLOCK, FULL, STATE, Group, Pair, SimEngine
+from sim_kit import tokens
 
 B = BLOCK
 PROMPT = 5 * B + 3
 EXPORTS = Group(layers=2, recurrent=True, exports=True)
-
-
-@pytest.fixture
-def pair() -> Iterator[Pair]:
-    one = Pair(new_uri())
-    yield one
-    one.close()
 
 
 def chunk_ends(engine: SimEngine, name: str) -> list[int]:

@@ -7,25 +7,17 @@ J and assigns the junction afresh. Here J is 0 and A is 12 blocks; the store hol
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from harness import BLOCK, Pair, SimEngine, new_uri
-from test_turns import kinds, tokens
+from harness import BLOCK, Pair, SimEngine
+from sim_kit import kinds, tokens
 
 from backhaul.connector.connector import BackhaulConnector
 from backhaul.protocols.checkpoint import CheckpointKind
 
 B = BLOCK
 A = 12 * B
-
-
-@pytest.fixture
-def pair() -> Iterator[Pair]:
-    one = Pair(new_uri())
-    yield one
-    one.close()
 
 
 @pytest.fixture(params=[False, True], ids=["joint", "divergent"])

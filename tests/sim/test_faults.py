@@ -10,20 +10,13 @@ from typing import Any
 import pytest
 from harness import BLOCK, HYBRID, Pair, SimEngine, new_uri
 from sim_faults import FAULTS, Faults, FaultyStore, Restartable
+from sim_kit import ASYNC, tokens
 from vllm.v1.request import RequestStatus
 
 B = BLOCK
 
 # A busy machine must not look like a slow store.
 PATIENT = {"publication_wait_s": 0.01, "load_timeout_s": 10.0, "publish_timeout_s": 10.0}
-
-ASYNC = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-
-
-def tokens(count: int, seed: int) -> list[int]:
-    """A prompt that shares no prefix with one of another seed."""
-    generator = random.Random(seed)
-    return [generator.randrange(2, 1000) for _ in range(count)]
 
 
 class Bench:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -20,12 +19,11 @@ from harness import (
     Group,
     Pair,
     make_spec,
-    new_uri,
 )
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from presence import put
-from test_turns import tokens
+from sim_kit import tokens
 from vllm.v1.core.kv_cache_coordinator import get_kv_cache_coordinator
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
@@ -309,13 +307,6 @@ MIXES = {
     "three sizes": (Group(block=4 * B), Group(block=4 * B, recurrent=True), Group(), WINDOW),
 }
 SIZES = {"finer windows", "finer attention", "three sizes"}
-
-
-@pytest.fixture
-def pair() -> Iterator[Pair]:
-    one = Pair(new_uri())
-    yield one
-    one.close()
 
 
 @pytest.mark.parametrize("mix", list(MIXES))

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
-from harness import Group, Pair, SimEngine, new_uri
+from harness import Group, Pair, SimEngine
 from presence import put_attention, put_state
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request, RequestStatus
@@ -114,13 +113,6 @@ def lookup(engine: SimEngine, case: Case) -> tuple[Request, list[list[int]], int
     put_state(pool, 2, hashes, tokens=state, unit=case.unit)
     blocks, hit, junction = engine.scheduler.kv_cache_manager.get_computed_blocks(request)
     return request, [[b.block_id for b in group] for group in blocks.blocks], hit, junction
-
-
-@pytest.fixture
-def pair() -> Iterator[Pair]:
-    one = Pair(new_uri())
-    yield one
-    one.close()
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

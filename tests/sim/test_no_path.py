@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from harness import BLOCK, Pair, SimEngine, new_uri
-from test_turns import kinds, tokens
+from sim_kit import kinds, tokens
 
 from backhaul.connector import connector, presence
 from backhaul.protocols.checkpoint import CheckpointKind

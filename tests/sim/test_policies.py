@@ -5,25 +5,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from harness import BLOCK, Finished, Pair, SimEngine, new_uri
-from test_turns import ASYNC, kinds, tokens
+from harness import BLOCK, Finished, Pair, SimEngine
+from sim_kit import ASYNC, kinds, tokens
 
 from backhaul.protocols.checkpoint import CheckpointKind
 
 B = BLOCK
 D, U, J = CheckpointKind.DECODE_END, CheckpointKind.INPUT_END, CheckpointKind.SHARED_PREFIX
 X = CheckpointKind.BOUNDARY
-
-
-@pytest.fixture
-def pair() -> Iterator[Pair]:
-    one = Pair(new_uri())
-    yield one
-    one.close()
 
 
 def engine(pair: Pair, policy: str, name: str = "one", **keywords: Any) -> SimEngine:

@@ -6,13 +6,13 @@ that is produced and not listed, fails here.
 
 from __future__ import annotations
 
-import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from harness import BLOCK, MIXED, Pair, SimEngine, new_uri
+from sim_kit import tokens
 from sim_record import check_counters, check_record
 
 from backhaul.connector.outcome import Answered, Limits, Outcome, count_outcome, matched_tokens
@@ -35,18 +35,6 @@ from backhaul.transfer.registry import open_store
 
 B = BLOCK
 Scenario = Callable[[Pair], dict[str, float]]
-
-
-def tokens(count: int, seed: int) -> list[int]:
-    generator = random.Random(seed)
-    return [generator.randrange(2, 1000) for _ in range(count)]
-
-
-@pytest.fixture
-def pair() -> Iterator[Pair]:
-    one = Pair(new_uri())
-    yield one
-    one.close()
 
 
 def counted(engine: SimEngine, prompt: list[int]) -> dict[str, float]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from harness import BLOCK, FULL, HYBRID, STATE, Group, Pair, new_uri
-from test_turns import kinds, tokens
+from sim_kit import kinds, tokens
 
 from backhaul.connector.worker import WorkerHalf
 from backhaul.protocols.errors import StoreUnavailable
@@ -16,13 +15,6 @@ from backhaul.transfer.registry import open_store
 
 B = BLOCK
 LATENT = Group(layers=2, latent=True)
-
-
-@pytest.fixture
-def pair() -> Iterator[Pair]:
-    one = Pair(new_uri())
-    yield one
-    one.close()
 
 
 def lose_rank(monkeypatch: pytest.MonkeyPatch, lost: int, *, midway: bool) -> None:

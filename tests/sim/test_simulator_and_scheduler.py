@@ -3,18 +3,18 @@ same hits, token for token, over generated workloads."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 import pytest
 from harness import BLOCK, Pair, new_uri
 
+from backhaul.benchmarks.reuse.contents import Contents
 from backhaul.benchmarks.reuse.deployment import Deployment, Routing
 from backhaul.benchmarks.reuse.model_shape import ModelShape
 from backhaul.benchmarks.reuse.record import RequestResult
 from backhaul.benchmarks.reuse.simulator import Experiment, simulate
-from backhaul.benchmarks.reuse.trace import Span, Turn, token_ids
+from backhaul.benchmarks.reuse.trace import Turn
 from backhaul.benchmarks.reuse.turn_hints import hints_of
 from backhaul.benchmarks.reuse.workloads import WORKLOADS, Sizes, workload
 from backhaul.protocols.policy import Policy
@@ -58,21 +58,6 @@ CASES = [
 ]
 
 
-class Content:
-    """Token ids of spans; what the engine generated stands for the spans of outputs."""
-
-    def __init__(self) -> None:
-        self.generated: dict[str, list[int]] = {}
-
-    def ids(self, spans: Iterable[Span]) -> list[int]:
-        found: list[int] = []
-        for span in spans:
-            known = self.generated.get(span.source)
-            ids = known[span.start : span.stop] if known else token_ids([span], range(2, 1000))
-            found += ids
-        return found
-
-
 def real(trace: list[Turn], policy: Policy, routing: Routing) -> dict[str, tuple[Any, ...]]:
     """What the scheduler and the connector of a prefill engine say of each request."""
     pair = Pair(new_uri())
@@ -80,7 +65,7 @@ def real(trace: list[Turn], policy: Policy, routing: Routing) -> dict[str, tuple
         pair.engine(name=name, sibling=True, num_blocks=1024, options={"policy": policy})
         for name in ("prefill", "decode")
     )
-    content, found = Content(), {}
+    content, found = Contents(range(2, 1000)), {}
     for turn in trace:
         if routing is Routing.FORGET:
             assert prefill.scheduler.reset_prefix_cache()
@@ -105,7 +90,7 @@ def real(trace: list[Turn], policy: Policy, routing: Routing) -> dict[str, tuple
         ours = {**hints_of(turn), "ends": record["chosen"]["ends"]}
         handed = {"do_remote_prefill": True, "backhaul": ours}
         done = decode.run(prompt, turn.output_tokens, params=handed)
-        content.generated[turn.output[0].source] = done.output
+        content.generated(turn, done.output)
     pair.check_idle()
     pair.close()
     return found

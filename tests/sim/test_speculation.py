@@ -8,14 +8,13 @@ another length has other bytes, and ``check_idle`` reads every stored checkpoint
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from harness import ATTENTION, BLOCK, FULL, HYBRID, MIXED, STATE, Group, Pair, SimEngine, new_uri
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_turns import kinds, tokens
+from sim_kit import kinds, tokens
 
 from backhaul.protocols.checkpoint import CheckpointKind
 
@@ -34,13 +33,6 @@ METHOD = pytest.mark.parametrize(
     [("ngram", HYBRID), ("eagle", DRAFTED), ("mtp", DRAFTED), ("ngram", MIXED)],
     ids=["ngram", "eagle", "mtp", "ngram with windows"],
 )
-
-
-@pytest.fixture
-def pair() -> Iterator[Pair]:
-    one = Pair(new_uri())
-    yield one
-    one.close()
 
 
 @MODE

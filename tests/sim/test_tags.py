@@ -7,7 +7,7 @@ import itertools
 import json
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import msgspec
 import pytest
 from harness import ATTENTION, BLOCK, HYBRID, MIXED, Finished, Group, Pair, SimEngine, new_uri
 from sim_faults import Faults, FaultyStore, Restartable
+from sim_kit import ASYNC, tokens
 from sim_record import check_counters, check_record
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
@@ -26,19 +27,6 @@ from backhaul.transfer.base import LookupResult, Store
 from backhaul.transfer.registry import open_store
 
 B = BLOCK
-ASYNC = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-
-
-def tokens(count: int, seed: int) -> list[int]:
-    generator = random.Random(seed)
-    return [generator.randrange(2, 1000) for _ in range(count)]
-
-
-@pytest.fixture
-def pair() -> Iterator[Pair]:
-    one = Pair(new_uri())
-    yield one
-    one.close()
 
 
 def run(engine: SimEngine, prompt: list[int], output: int, **more: Any) -> tuple[Finished, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
@@ -21,37 +20,14 @@ from harness import (
     SimEngine,
     new_uri,
 )
+from sim_kit import ASYNC, kinds, tokens
 from sim_model import cold_output
 
 from backhaul.connector.publisher import Publisher
 from backhaul.connector.worker import WorkerHalf
 from backhaul.protocols.checkpoint import CheckpointKind
-from backhaul.transfer.registry import open_store
 
 B = BLOCK
-
-ASYNC = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-
-
-def tokens(count: int, seed: int) -> list[int]:
-    """A prompt that shares no prefix with one of another seed."""
-    generator = random.Random(seed)
-    return [generator.randrange(2, 1000) for _ in range(count)]
-
-
-@pytest.fixture
-def pair() -> Iterator[Pair]:
-    one = Pair(new_uri())
-    yield one
-    one.close()
-
-
-def kinds(pair: Pair) -> list[tuple[int, set[CheckpointKind]]]:
-    """(boundary, kinds) of everything in the store, by boundary."""
-    store = open_store(pair.uri, client_name="look")
-    found = store.list_checkpoints(timeout_s=1)
-    store.close()
-    return sorted((info.boundary, set(info.kinds)) for info in found)
 
 
 # -- the simulation itself --------------------------------------------------------------------

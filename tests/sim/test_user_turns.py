@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from harness import BLOCK, Group, Pair
-from test_turns import tokens
+from sim_kit import tokens
 
 from backhaul.connector.request_facts import message_facts
 from backhaul.transfer.base import Store

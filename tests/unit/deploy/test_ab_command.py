@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from store_kit import backhaul
 
-from backhaul.deploy import cli
 from backhaul.proxy.fake_engine import FakeEngine
 
 
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Runs the command as from a shell; returns exit code, standard output, standard error."""
+@pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
 
-    def call(*arguments: str | Path) -> tuple[int, str, str]:
-        monkeypatch.setenv("COLUMNS", "160")
-        monkeypatch.setattr(sys, "argv", ["backhaul", "ab", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        shown = capsys.readouterr()
-        code = ended.value.code
-        return code if isinstance(code, int) else 0, shown.out, shown.err
 
-    return call
+def run(*arguments: str | Path) -> tuple[int, str, str]:
+    """Exit code, standard output, standard error."""
+    return backhaul("ab", *map(str, arguments))
 
 
 @pytest.fixture
@@ -39,7 +32,7 @@ def engines() -> Iterator[tuple[FakeEngine, FakeEngine]]:
 QUICK = ("--turns", "2", "--max-tokens", "3", "--pause", "0")
 
 
-def test_one_arm(run: Any, engines: Any) -> None:
+def test_one_arm(engines: Any) -> None:
     code, out, err = run("--a", engines[0].url, *QUICK)
     assert (code, err) == (0, "")
     assert f"A: {engines[0].url}/v1 (fake)" in out
@@ -47,7 +40,7 @@ def test_one_arm(run: Any, engines: Any) -> None:
     assert "it has met this dialogue before" in out
 
 
-def test_two_arms_are_compared_and_written(run: Any, engines: Any, tmp_path: Path) -> None:
+def test_two_arms_are_compared_and_written(engines: Any, tmp_path: Path) -> None:
     one, two = engines
     one.cached_tokens, two.cached_tokens = 50, 0
     questions = tmp_path / "questions.json"
@@ -67,7 +60,7 @@ def test_two_arms_are_compared_and_written(run: Any, engines: Any, tmp_path: Pat
     assert json.loads(printed)["arms"][0]["cached_tokens"] == 100
 
 
-def test_figures_that_mean_something_else_are_remarked_on(run: Any, engines: Any) -> None:
+def test_figures_that_mean_something_else_are_remarked_on(engines: Any) -> None:
     """The stand-in ends replies at their limit."""
     engines[0].cached_tokens = None
     _, out, _ = run("--a", engines[0].url, *QUICK)
@@ -75,7 +68,7 @@ def test_figures_that_mean_something_else_are_remarked_on(run: Any, engines: Any
     assert "A cut 2 replies at --max-tokens" in out
 
 
-def test_a_server_that_is_not_there_is_one_line(run: Any) -> None:
+def test_a_server_that_is_not_there_is_one_line() -> None:
     code, out, err = run("--a", "http://127.0.0.1:1", "--model", "m")
     assert (code, out) == (1, "")
     assert err.startswith("backhaul: error: http://127.0.0.1:1/v1/chat/completions cannot be asked")
@@ -92,7 +85,7 @@ def test_a_server_that_is_not_there_is_one_line(run: Any) -> None:
         (("--questions", "/dev/null"), "--questions '/dev/null' is a device or a pipe"),
     ],
 )
-def test_wrong_options_are_one_line(run: Any, arguments: tuple[str, ...], message: str) -> None:
+def test_wrong_options_are_one_line(arguments: tuple[str, ...], message: str) -> None:
     code, out, err = run("--a", "http://127.0.0.1:1", *arguments)
     assert (code, out) == (2, "")
     assert err.startswith(f"backhaul: error: {message}")

@@ -70,7 +70,7 @@ def engine_at(
             yield f"http://127.0.0.1:{server.server_address[1]}"
         finally:
             server.shutdown()
-            thread.join()
+            thread.join(60)
 
 
 @pytest.fixture

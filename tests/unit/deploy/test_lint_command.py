@@ -3,31 +3,18 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-
-from backhaul.deploy import cli
+from store_kit import backhaul
 
 GUARD = "{% if add_generation_prompt %}<asst>{% endif %}"
 LOOP = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Runs the command as from a shell; returns exit code, standard output, standard error."""
-
-    def call(*arguments: str | Path) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["backhaul", "lint-template", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        shown = capsys.readouterr()
-        code = ended.value.code
-        return code if isinstance(code, int) else 0, shown.out, shown.err
-
-    return call
+def run(*arguments: str | Path) -> tuple[int, str, str]:
+    """Exit code, standard output, standard error."""
+    return backhaul("lint-template", *map(str, arguments))
 
 
 def write(path: Path, text: str) -> Path:
@@ -36,14 +23,14 @@ def write(path: Path, text: str) -> Path:
     return path
 
 
-def test_a_good_template(run: Any, tmp_path: Path) -> None:
+def test_a_good_template(tmp_path: Path) -> None:
     code, out, err = run(write(tmp_path / "t.jinja", LOOP + "\n" + GUARD))
     assert (code, err) == (0, "")
     assert "U_end will be found" in out
     assert "generation-only: add_generation_prompt" in out
 
 
-def test_everything_is_in_the_json(run: Any, tmp_path: Path) -> None:
+def test_everything_is_in_the_json(tmp_path: Path) -> None:
     source = (
         "{{ strftime_now('%d %H:%M') }}\n"
         "{% for m in messages %}{% if m.role == 'user' and loop.last and effort %}low{% endif %}"
@@ -63,7 +50,7 @@ def test_everything_is_in_the_json(run: Any, tmp_path: Path) -> None:
     assert report["trailing"]
 
 
-def test_without_a_guard(run: Any, tmp_path: Path) -> None:
+def test_without_a_guard(tmp_path: Path) -> None:
     code, out, _ = run(write(tmp_path / "t.jinja", LOOP))
     assert code == 1
     assert "no branch depends on add_generation_prompt" in out
@@ -82,7 +69,7 @@ def test_without_a_guard(run: Any, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_tokenizers_directory(run: Any, tmp_path: Path, name: str, text: str, shown: str) -> None:
+def test_a_tokenizers_directory(tmp_path: Path, name: str, text: str, shown: str) -> None:
     write(tmp_path / name, text)
     code, out, _ = run("--json", tmp_path)
     assert code == 0
@@ -104,7 +91,7 @@ def test_a_tokenizers_directory(run: Any, tmp_path: Path, name: str, text: str, 
     ],
 )
 def test_what_cannot_be_examined_is_one_line(
-    run: Any, tmp_path: Path, name: str | None, content: bytes | None, message: str
+    tmp_path: Path, name: str | None, content: bytes | None, message: str
 ) -> None:
     path = tmp_path / (name or "missing.jinja")
     if content is not None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
+from store_kit import backhaul
 
 from backhaul.benchmarks.traces import open_trace
-from backhaul.deploy import cli
 
 LINES = (
     {"timestamp": 0, "input_length": 1100, "output_length": 500, "hash_ids": [1, 2, 3]},
@@ -18,19 +16,9 @@ LINES = (
 )
 
 
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Runs the command as from a shell; returns exit code, standard output, standard error."""
-
-    def call(*arguments: str | Path) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["backhaul", "trace", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        shown = capsys.readouterr()
-        code = ended.value.code
-        return code if isinstance(code, int) else 0, shown.out, shown.err
-
-    return call
+def run(*arguments: str | Path) -> tuple[int, str, str]:
+    """Exit code, standard output, standard error."""
+    return backhaul("trace", *map(str, arguments))
 
 
 @pytest.fixture
@@ -40,14 +28,14 @@ def path(tmp_path: Path) -> Path:
     return file
 
 
-def test_the_table_says_what_could_be_reused(run: Any, path: Path) -> None:
+def test_the_table_says_what_could_be_reused(path: Path) -> None:
     code, out, err = run(path)
     assert (code, err) == (0, "")
     assert "trace.jsonl (mooncake)" in out
     assert "1,600 (51.6%)" in out
 
 
-def test_conversion_keeps_every_turn_and_may_replace_its_source(run: Any, path: Path) -> None:
+def test_conversion_keeps_every_turn_and_may_replace_its_source(path: Path) -> None:
     before = list(open_trace(path))
     _, first, _ = run("--json", path)
     code, out, _ = run(path, "--out", path)
@@ -59,7 +47,7 @@ def test_conversion_keeps_every_turn_and_may_replace_its_source(run: Any, path: 
     assert [file.name for file in path.parent.iterdir()] == [path.name]
 
 
-def test_malformed_lines_stop_it_or_are_counted(run: Any, path: Path) -> None:
+def test_malformed_lines_stop_it_or_are_counted(path: Path) -> None:
     path.write_text(path.read_text() + '{"timestamp": 1}\n')
     target = path.with_name("out.jsonl")
     code, out, err = run(path, "--out", target)
@@ -80,9 +68,7 @@ def test_malformed_lines_stop_it_or_are_counted(run: Any, path: Path) -> None:
         (("--tokenizer", "/dev/null"), "--tokenizer '/dev/null' is a device or a pipe"),
     ],
 )
-def test_wrong_options_are_one_line(
-    run: Any, path: Path, arguments: tuple[str, ...], message: str
-) -> None:
+def test_wrong_options_are_one_line(path: Path, arguments: tuple[str, ...], message: str) -> None:
     code, out, err = run(path, *arguments)
     assert (code, out) == (2, "")
     assert err.startswith(f"backhaul: error: {message}")

@@ -448,7 +448,7 @@ def test_many_at_once() -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join()
+            thread.join(60)
         assert answers == [200] * 24
         offered = setup.transfers_offered()
         assert len(offered) == len(set(offered)) == 24

@@ -443,7 +443,7 @@ def test_calls_that_a_stop_cut_short_leave_nothing(stoppable: Daemon) -> None:
         time.sleep(0.1)
         finished.set()
         for thread in threads:
-            thread.join()
+            thread.join(60)
         assert cut["Lookup"] and cut["Reserve"]
         assert comes_to(catalog, (0, 0)), holdings(catalog)
 

@@ -424,7 +424,7 @@ class IndexMachine(RuleBasedStateMachine):
         if isinstance(budget, AdmittedBytesBudget):
             assert budget.balance <= budget.burst_bytes
             earned = self.ledger.credited * budget.bytes_per_prompt_token
-            assert admitted <= budget.burst_bytes + earned + budget.debt
+            assert admitted <= budget.burst_bytes + earned + max(-budget.balance, 0)
 
     @invariant()
     def leased_objects_stay_where_they_are(self) -> None:
