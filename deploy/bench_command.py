@@ -33,7 +33,7 @@ SMALL = Sizes(
     conversations=3, turns=4, system=400, user=120, reasoning=80, reply=60, tool_result=120,
     tool_rounds=2, branches=3,
 )  # fmt: skip
-"""Sizes for engines on processor cores: a few seconds per arm."""
+"""Sizes for engines on processor cores."""
 
 
 def bench(

@@ -12,12 +12,17 @@ import typer
 from backhaul.deploy.arguments import (
     domain_prefix,
     each,
-    file_or_folder,
     file_to_read,
     one_line,
     prompt_file,
-    seconds,
-    store_uri,
+)
+from backhaul.deploy.store_options import (
+    DEFAULT_STORE,
+    AsJson,
+    CacheSalt,
+    StoreTimeout,
+    StoreUri,
+    TokenizerFolder,
 )
 from backhaul.deploy.terminal import format_age, parse_duration, print_json
 from backhaul.protocols.checkpoint import CheckpointKind
@@ -32,7 +37,6 @@ if TYPE_CHECKING:
     from backhaul.transfer.base import CheckpointInfo, DomainInfo
     from backhaul.transfer.listing import ListQuery
 
-DEFAULT_STORE = "backhaul://127.0.0.1:7400"
 _HASH_DIGITS = 12
 _DOMAIN_DIGITS = 8
 _LEFT = ("domain", "ends", "is", "tag", "hash", "producer")
@@ -61,14 +65,7 @@ class Show(enum.StrEnum):
 
 
 def checkpoints(
-    store: Annotated[
-        str,
-        typer.Option(
-            metavar="URI",
-            help="The store's address, backhaul://HOST:PORT.",
-            callback=each(store_uri),
-        ),
-    ] = DEFAULT_STORE,
+    store: StoreUri = DEFAULT_STORE,
     domain: Annotated[
         str,
         typer.Option(
@@ -111,15 +108,8 @@ def checkpoints(
             callback=each(prompt_file),
         ),
     ] = "",
-    tokenizer: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DIR", help="The model's folder, for text.", callback=each(file_or_folder)
-        ),
-    ] = None,
-    cache_salt: Annotated[
-        str, typer.Option(metavar="TEXT", help="The prompt's cache_salt, where it had one.")
-    ] = "",
+    tokenizer: TokenizerFolder = None,
+    cache_salt: CacheSalt = "",
     request: Annotated[
         str,
         typer.Option(
@@ -146,11 +136,8 @@ def checkpoints(
     cursor: Annotated[
         str, typer.Option(metavar="TEXT", help="Continue where a former listing ended.")
     ] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
-    timeout: Annotated[
-        float,
-        typer.Option(metavar="SECONDS", help="Longest wait for the store.", callback=each(seconds)),
-    ] = 5.0,
+    as_json: AsJson = False,
+    timeout: StoreTimeout = 5.0,
 ) -> None:
     """List a store's checkpoints, newest first. Listing counts as no use of them.
 

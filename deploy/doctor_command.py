@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from backhaul.deploy.arguments import each, http_url, seconds, store_uri
-from backhaul.deploy.checkpoints_command import DEFAULT_STORE
+from backhaul.deploy.store_options import DEFAULT_STORE, AsJson, StoreUri
 from backhaul.deploy.terminal import print_json
 from backhaul.protocols.errors import ConfigError, StoreError
 
@@ -25,14 +25,7 @@ _STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 
 
 def doctor(
-    store: Annotated[
-        str,
-        typer.Option(
-            metavar="URI",
-            help="The store's address, backhaul://HOST:PORT.",
-            callback=each(store_uri),
-        ),
-    ] = DEFAULT_STORE,
+    store: StoreUri = DEFAULT_STORE,
     store_http: Annotated[
         str,
         typer.Option(
@@ -69,7 +62,7 @@ def doctor(
     probe: Annotated[
         bool, typer.Option(help="Read from the pool once to see which transports UCX uses.")
     ] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    as_json: AsJson = False,
     timeout: Annotated[
         float,
         typer.Option(

@@ -10,14 +10,18 @@ import typer
 from backhaul.deploy.arguments import (
     domain_prefix,
     each,
-    file_or_folder,
     file_to_read,
     one_line,
     prompt_file,
-    seconds,
-    store_uri,
 )
-from backhaul.deploy.checkpoints_command import DEFAULT_STORE
+from backhaul.deploy.store_options import (
+    DEFAULT_STORE,
+    AsJson,
+    CacheSalt,
+    StoreTimeout,
+    StoreUri,
+    TokenizerFolder,
+)
 from backhaul.deploy.terminal import print_json
 from backhaul.protocols.errors import ConfigError
 
@@ -45,14 +49,7 @@ def explain(
             callback=each(prompt_file),
         ),
     ] = "",
-    store: Annotated[
-        str,
-        typer.Option(
-            metavar="URI",
-            help="The store's address, backhaul://HOST:PORT.",
-            callback=each(store_uri),
-        ),
-    ] = DEFAULT_STORE,
+    store: StoreUri = DEFAULT_STORE,
     lookup: Annotated[
         bool,
         typer.Option(help="Ask the store; --no-lookup shows only the log's record and --against."),
@@ -65,18 +62,11 @@ def explain(
             callback=each(domain_prefix),
         ),
     ] = "",
-    tokenizer: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DIR", help="The model's folder, for text.", callback=each(file_or_folder)
-        ),
-    ] = None,
+    tokenizer: TokenizerFolder = None,
     special_tokens: Annotated[
         bool, typer.Option(help="Let the tokenizer add its own; chat templates bring theirs.")
     ] = False,
-    cache_salt: Annotated[
-        str, typer.Option(metavar="TEXT", help="The request's cache_salt, where it had one.")
-    ] = "",
+    cache_salt: CacheSalt = "",
     request: Annotated[
         str,
         typer.Option(
@@ -92,11 +82,8 @@ def explain(
             callback=each(file_to_read),
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
-    timeout: Annotated[
-        float,
-        typer.Option(metavar="SECONDS", help="Longest wait for the store.", callback=each(seconds)),
-    ] = 10.0,
+    as_json: AsJson = False,
+    timeout: StoreTimeout = 10.0,
 ) -> None:
     """Explain a prompt's reuse: each candidate, its tags, the one reason, and the first token at
     which histories part. Takes no lease and counts as no use of any checkpoint.
