@@ -70,11 +70,6 @@ class AdmittedBytesBudget:
         self.burst_bytes = burst_bytes
         self.balance = burst_bytes
 
-    @property
-    def debt(self) -> float:
-        """Bytes admitted ahead of their traffic."""
-        return max(-self.balance, 0.0)
-
     def credit(self, prompt_tokens: int) -> None:
         """See ``AdmissionStrategy``."""
         self._add(prompt_tokens * self.bytes_per_prompt_token)
