@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from hypothesis import HealthCheck, settings
+
+import backhaul.protocols
 
 # On a busy machine an example may take any time: how long one takes is no property of the code.
 settings.register_profile("backhaul", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("backhaul")
+
+
+def pytest_report_header() -> str:
+    """Which code is tested: an editable install may be another clone's."""
+    return f"backhaul: {Path(backhaul.protocols.__file__).resolve().parents[1]}"

@@ -97,12 +97,25 @@ def preemptions(alone: AlonePair) -> float:
     return sum(scrape(alone.both.engine.url, "vllm:num_preemptions").values())
 
 
+def pressed_out(alone: AlonePair) -> float:
+    """Checkpoints evicted, and objects refused, for lack of space."""
+    from backhaul.deploy.pair import scrape
+
+    books = scrape(alone.store.http_url, "backhaul:store_")
+    return (
+        books["backhaul:store_evictions_total{reason=capacity}"]
+        + books["backhaul:store_full_objects_total"]
+    )
+
+
 def test_a_full_store_evicts_or_declines_and_nothing_fails(
     alone: AlonePair, rng: random.Random
 ) -> None:
-    """More checkpoints than 128 MiB hold."""
+    """More checkpoints than the store holds."""
+    before = pressed_out(alone)
     for _ in range(6):
         prompt = tokens(rng, 3000)
         alone.both.complete(prompt, max_tokens=4)
+    assert pressed_out(alone) > before, "the store was never full: the test shows nothing"
     leg = alone.both.complete([*prompt, 97], max_tokens=8, logprobs=10)
     assert agree(leg, cold(alone, [*prompt, 97]), COLD_TOLERANCE)

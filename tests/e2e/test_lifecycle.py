@@ -93,8 +93,15 @@ def test_abort_while_a_load_is_under_way(pair: Session, rng: random.Random) -> N
 
 
 def test_abort_while_a_publication_is_under_way(pair: Session) -> None:
+    prompt = pair.tokens(300)
     with pair.gate(pair.pair.decode, "reserve"):
-        abort(pair.pair.decode, pair.tokens(300), 2.5)
+        request = threading.Thread(target=abort, args=(pair.pair.decode, prompt, 2.5))
+        request.start()
+        wait_until(
+            lambda: pair.gauges(pair.pair.decode)["open_jobs"] > 0, "a publication is under way"
+        )
+        assert request.is_alive(), "the request still runs"
+        request.join(60)
 
 
 def test_a_thousand_short_requests_leave_nothing(pair: Session) -> None:

@@ -365,13 +365,14 @@ def test_a_request_may_opt_out(pair: Pair) -> None:
     pair.check_idle()
 
 
-def test_roles(pair: Pair) -> None:
-    producer = pair.engine(name="producer", role="kv_producer")
-    consumer = pair.engine(name="consumer", role="kv_consumer")
+@pytest.mark.parametrize("sibling", [False, True], ids=["alone", "beside a sibling"])
+def test_roles(pair: Pair, sibling: bool) -> None:
+    producer = pair.engine(name="producer", role="kv_producer", sibling=sibling)
+    consumer = pair.engine(name="consumer", role="kv_consumer", sibling=sibling)
     first = producer.run(tokens(4 * B, 1), 2 * B)
     second = consumer.run(first.history + tokens(B, 2), 3 * B)
     assert second.loaded == (len(first.history) - 1) // B * B
-    elsewhere = pair.engine(name="elsewhere", role="kv_producer")
+    elsewhere = pair.engine(name="elsewhere", role="kv_producer", sibling=sibling)
     assert elsewhere.run(first.history + tokens(B, 1), 2).loaded == 0, "a producer loads nothing"
     elsewhere.check_idle()
     count = len(kinds(pair))
