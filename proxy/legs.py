@@ -214,7 +214,9 @@ def _nests_within(value: Any, levels: int) -> bool:
         value = value.values()
     elif not isinstance(value, list):
         return True
-    return levels > 0 and all(_nests_within(one, levels - 1) for one in value)
+    return levels > 0 and all(
+        _nests_within(one, levels - 1) for one in value if isinstance(one, dict | list)
+    )
 
 
 def read_prefill(endpoint: Endpoint, answer: Any) -> PrefillAnswer | None:
