@@ -5,7 +5,9 @@
 1. decode tokens per second with publication on against off (per request, same engine);
 2. time from a request's end to its D_end being consumable;
 3. prefill time of turn 2 after a history of 2k, 4k and 8k tokens, with Backhaul and without, where
-   the prefill worker still holds the prompt's end (sticky routing) and where it does not.
+   the prefill worker still holds the prompt's end (sticky routing) and where it does not;
+4. what the load itself takes: the same boundary once loaded and once held locally, the same number
+   of tokens computed after it.
 
 Prints tables and, with ``--output``, writes JSON with every single measurement.
 """
@@ -82,7 +84,8 @@ def consumable_times(pair: Pair, rng: random.Random, repeats: int) -> list[float
 def turn_two_times(
     pair: Pair, rng: random.Random, history: int, *, load: bool, sticky: bool
 ) -> dict[str, float]:
-    """Prefill seconds and computed tokens of turn 2, after a first turn of ``history`` tokens."""
+    """Prefill seconds and computed tokens of turn 2, after a first turn of ``history`` tokens;
+    after a load also the seconds of another turn 2 that finds the loaded state held locally."""
     reply = 100
     first = prompt_of(rng, history - reply)
     turn = pair.run(first, **ends_after(reply))
@@ -94,7 +97,15 @@ def turn_two_times(
     # Not marked for a decode leg: NIXL would keep its blocks until one comes.
     hints = {"load": load, "publish": False}
     leg = pair.prefill.complete(second, max_tokens=1, transfer={"backhaul": hints})
-    return {"seconds": leg.seconds, "computed": leg.prompt_tokens - leg.cached_tokens}
+    measured = {"seconds": leg.seconds, "computed": leg.prompt_tokens - leg.cached_tokens}
+    if load and not sticky:
+        wait_idle(pair.prefill)
+        other = [*second[:-50], *prompt_of(rng, 50)]
+        held = pair.prefill.complete(other, max_tokens=1, transfer={"backhaul": hints})
+        if held.cached_tokens != leg.cached_tokens:
+            raise RuntimeError(f"held {held.cached_tokens} tokens, loaded {leg.cached_tokens}")
+        measured["held_seconds"] = held.seconds
+    return measured
 
 
 def wait_idle(client: EngineClient) -> None:
@@ -130,6 +141,23 @@ def turn_two_table(rows: Sequence[dict[str, Any]]) -> Table:
                 f"{computed[1]:,.0f}",
                 f"{seconds[1] / seconds[0]:.2f}x",
             )
+    return table
+
+
+def load_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """Prefill after a load against prefill from the same state held locally."""
+    table = Table(title="The load itself (median)", title_justify="left")
+    for name in ("history", "loaded s", "held s", "loaded - held, paired"):
+        table.add_column(name, justify="right")
+    for history in sorted({row["history"] for row in rows}):
+        pairs = [
+            (row["seconds"], row["held_seconds"])
+            for row in rows
+            if row["history"] == history and "held_seconds" in row
+        ]
+        loaded, held = (statistics.median(column) for column in zip(*pairs, strict=True))
+        paired = statistics.median(a - b for a, b in pairs)
+        table.add_row(f"{history:,}", f"{loaded:.3f}", f"{held:.3f}", f"{paired * 1000:.1f} ms")
     return table
 
 
@@ -182,6 +210,7 @@ def run(
             rows.append({"history": size, "sticky": sticky, "load": load, **measured})
     console.print(decode_table(rates, consumable))
     console.print(turn_two_table(rows))
+    console.print(load_table(rows))
     if output is not None:
         result = {"decode_tokens_per_s": rates, "consumable_s": consumable, "turn_two": rows}
         output.write_text(json.dumps(result, indent=2) + "\n")
