@@ -71,6 +71,10 @@ def test_the_books_agree(name: str, routing: Routing) -> None:
             assert result.hit_tokens % B == 0
             assert (result.loaded_tokens > 0) is bool(result.selected)
             assert all(hit < result.hit_tokens for hit in result.without.values())
+            assert result.added_flops == {
+                kind: TINY.prefill_flops(hit, result.hit_tokens)
+                for kind, hit in result.without.items()
+            }
             assert 0 < result.ttft_s <= result.residency_s
             assert 0 <= result.saved_flops < result.prefill_flops
             selected = [
