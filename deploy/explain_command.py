@@ -164,7 +164,7 @@ def _against_logs(
     from backhaul.deploy.explanation import first_difference
     from backhaul.deploy.request_lines import find_closest, find_producer
 
-    if not (logs and subject.tokens):
+    if not (logs and subject.tokens) or document.get("full_match"):
         return None
     closest = document.get("closest_mismatch")
     other = find_producer(logs, closest["boundary"], closest["block_hash"]) if closest else None
@@ -190,10 +190,14 @@ def as_document(
     """What a lookup adds to the document that ``--json`` prints."""
     import msgspec
 
-    closest = explanation.closest
+    grid = info.record.layout.boundary_tokens
+    deepest = (subject.prompt_tokens - 1) // grid * grid  # one token is always computed
+    full = deepest > 0 and any(c.selected and c.boundary >= deepest for c in explanation.candidates)
+    closest = None if full else explanation.closest
     document: dict[str, Any] = {
         "domain": info.id,
-        "boundary_tokens": info.record.layout.boundary_tokens,
+        "boundary_tokens": grid,
+        "full_match": full,
         "candidates": [
             {**msgspec.to_builtins(candidate), "common_tokens": common}
             for candidate, common in zip(explanation.candidates, explanation.common, strict=True)
@@ -215,6 +219,7 @@ def as_document(
             "age_s": round(closest.age_s, 3),
             "common_tokens": start,
             "block": [start, min(start + block, subject.prompt_tokens)],
+            "block_is_whole": start + block <= subject.prompt_tokens,
             "before": reader.decode(tokens[max(start - 12, 0) : start]),
             "prompt_block": reader.decode(tokens[start : start + block]),
         }

@@ -27,7 +27,8 @@ class Explanation:
         candidates: checkpoints at the prompt's own boundaries, deepest first, with their tags, then
             ones that share only a beginning with it, the longest first.
         common: tokens shared with the prompt, per candidate.
-        closest: the visible checkpoint that shares most and yet does not match, or None.
+        closest: the visible checkpoint that shares most and yet does not match; None also where it
+            shares less than what matches, since that is not where this prompt departs.
         strangers: checkpoints that share not even the first block.
     """
 
@@ -50,11 +51,9 @@ def explain(
     matching.sort(key=lambda one: one.boundary, reverse=True)
     partly.sort(key=lambda one: one.common_tokens, reverse=True)
     mine = matching + partly[:PARTLY_MAX]
-    diverged = [
-        info
-        for info in infos
-        if not _matches(info) and info.visibility is Visibility.VISIBLE and info.domain == domain
-    ]
+    visible = [i for i in infos if i.visibility is Visibility.VISIBLE and i.domain == domain]
+    deepest = max((info.boundary for info in visible if _matches(info)), default=0)
+    diverged = [i for i in visible if not _matches(i) and i.common_tokens >= deepest]
     return Explanation(
         candidates=tag(mine, domain, prompt_tokens, differing),
         common=tuple(info.common_tokens for info in mine),

@@ -79,6 +79,12 @@ class RequestLine:
         """Token ids of the prompt; empty where they were not logged."""
         return list(self.tokens[: self.prompt_tokens])
 
+    @property
+    def has_asked(self) -> int:
+        """How sure it is that it looked for checkpoints: 2, it met some; 0, another connector
+        brought its prompt, as on the decode leg of a P/D pair, which does not ask."""
+        return 2 if self.raw.get("candidates") else int(not self.raw.get("other_tokens"))
+
     def sparse_hashes(self, hash_tokens: int) -> tuple[bytes, ...]:
         """The prompt's hashes in units of ``hash_tokens``, empty where no boundary lies."""
         step = self.grid_tokens // hash_tokens
@@ -149,7 +155,7 @@ def find_request(paths: Sequence[str], request_id: str) -> RequestLine:
     for one in read_lines(paths, request_id, malformed):
         if one.request_id != request_id and not one.request_id.startswith(f"{request_id}-"):
             continue
-        if found is None or one.raw.get("candidates") or not found.raw.get("candidates"):
+        if found is None or one.has_asked >= found.has_asked:
             found = one
     if found is None:
         unread = ""

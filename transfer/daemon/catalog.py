@@ -149,11 +149,12 @@ class Catalog(store_pb2_grpc.CatalogServicer):
         if not request.member:
             domain_id = self._index.open_domain(record, self._clock(), request.client_name)
             return store_pb2.OpenDomainReply(domain_id=domain_id)
-        member = Member(request.member, request.loads, request.publishes)
+        member = Member(request.member, request.loads, request.publishes, request.decodes_only)
         peers = self._index.join(record, member, self._clock(), request.client_name)
         return store_pb2.OpenDomainReply(
             domain_id=record.domain_id,
             loaders=peers.loaders,
+            decode_loaders=peers.decode_loaders,
             publishers=peers.publishers,
             elsewhere=[
                 store_pb2.OtherDomain(

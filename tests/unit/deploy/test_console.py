@@ -55,7 +55,9 @@ def in_a_progress(text: str) -> Any:
 
 
 @pytest.mark.parametrize("place", [str, in_a_cell, in_a_start, in_a_progress, Rule])
-@given(st.lists(st.sampled_from([*HOSTILE, "a", "[", "]", "/", "\\", ":"])).map("".join))
+@given(
+    st.lists(st.sampled_from([*HOSTILE, "a", "[", "]", "/", "\\", ":"]), max_size=8).map("".join)
+)
 def test_text_is_shown_as_it_is(place: Callable[[str], Any], text: str) -> None:
     assert text in printed(place(text))
 

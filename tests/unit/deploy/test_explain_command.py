@@ -169,6 +169,52 @@ def test_a_logged_request_is_explained_without_vllm(store: RunningStore, model: 
     assert code == 2 and "request_log_tokens" in err and err.count("\n") == 1
 
 
+def test_a_decode_leg_is_not_said_to_have_asked(model: Path) -> None:
+    fed = line("cmpl-1-0-bb", [1] * 9, "d", [], other_tokens=8, recomputed_tokens=1)
+    asked = line("cmpl-1-0-aa", [1] * 9, "d", [], recomputed_tokens=9)
+    log = write_log(model, asked, fed)
+    options = ("explain", f"--request-log={log}", "--no-lookup")
+    code, out, _ = backhaul(*options, "--request=cmpl-1-0-bb")
+    assert code == 0 and "the store was not asked" in out and "no checkpoint" not in out
+    code, out, _ = backhaul(*options, "--request=cmpl-1")
+    assert code == 0 and "cmpl-1-0-aa" in out and "The store knew no checkpoint" in out
+
+
+def test_a_full_match_has_no_closest_that_does_not(store: RunningStore, model: Path) -> None:
+    domain = store.open("full", "decode-0:worker")
+    store.publish(domain, "ab", "input_end")
+    store.publish(domain, "abc", "decode_end")
+    store.publish(domain, "x", "decode_end")
+
+    def explained(letters: str, more: int) -> str:
+        tokens = [WORDS.index(letter) for letter in letters for _ in range(GRID)] + [1] * more
+        log = write_log(model, line("r", tokens, domain, chain(letters), True))
+        options = ("explain", "--request=r", f"--request-log={log}", f"--store={store.uri}")
+        code, out, err = backhaul(*options)
+        assert code == 0, err
+        return out
+
+    for letters, more in (("ab", 1), ("abc", 1), ("abz", 0)):
+        out = explained(letters, more)
+        assert "no more of it can be reused" in out, (letters, more)
+        assert "does not match" not in out and "keeps hashes" not in out
+    out = explained("abz", 1)  # departs in its third block
+    assert "can be reused" not in out and "does not match: decode_end" in out
+    assert f"one of tokens {2 * GRID} to {3 * GRID - 1} of this prompt.\n" in out
+    out = explained("z", 1)  # departs at once
+    assert "shares a block" in out and "Both share no whole block." in out
+
+
+def test_what_the_prompt_cuts_off_may_be_the_same(store: RunningStore, model: Path) -> None:
+    domain = store.open("cut", "decode-0:worker")
+    store.publish(domain, "a", "input_end")
+    store.publish(domain, "abcd", "decode_end")
+    log = write_log(model, line("r", [1] * (3 * GRID + 1), domain, chain("abc")))
+    options = ("explain", "--request=r", f"--request-log={log}", f"--store={store.uri}")
+    code, out, _ = backhaul(*options)
+    assert code == 0 and "the checkpoint only goes on." in out
+
+
 def test_what_the_store_lost_is_still_compared_with_the_log(model: Path) -> None:
     mine = line("me", [1, 2, 3, 4, 9], "d", [], True)
     log = write_log(

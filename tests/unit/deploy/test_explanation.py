@@ -40,7 +40,8 @@ def test_each_candidate_has_its_tags_and_one_reason() -> None:
         info(80, domain=OTHER),
         info(48, visibility=Visibility.EVICTED),
         info(16, visibility=Visibility.PENDING),
-        info(128, common=64),
+        info(128, common=96),
+        info(112, common=64),
         info(128, common=0),
     ]
     found = explain(infos, MINE, prompt_tokens=96)
@@ -87,6 +88,8 @@ def test_tags_imply_each_other_and_one_is_selected_that_leaves_a_token(
         assert one.domain in ("", *(other for other, field in differing.items() if not field))
     if found.closest:
         assert found.closest.common_tokens < found.closest.boundary
+        mine = [one for one in found.candidates if one.hash_matched and not one.domain]
+        assert all(one.boundary <= found.closest.common_tokens for one in mine)
 
 
 @given(TOKENS, TOKENS)

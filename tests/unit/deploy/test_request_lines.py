@@ -59,6 +59,16 @@ def test_the_id_that_a_client_knows_is_enough(tmp_path: Path) -> None:
     assert find_request(logs, "cmpl-12").request_id == "cmpl-12-0-bbbb"
 
 
+def test_the_leg_that_another_connector_fed_did_not_ask(tmp_path: Path) -> None:
+    logs = log(
+        tmp_path,
+        line("cmpl-1-0-aaaa", prompt_tokens=9, recomputed_tokens=9, engine="prefill"),
+        line("cmpl-1-0-cccc", prompt_tokens=9, other_tokens=8, engine="decode"),
+    )
+    assert find_request(logs, "cmpl-1").engine == "prefill"
+    assert find_request(logs, "cmpl-1-0-cccc").engine == "decode"
+
+
 def test_hashes_lie_where_the_boundaries_are() -> None:
     hashes = tuple(one.hex() for one in chain("abc"))
     one = parse_line(line(prompt_tokens=2 * GRID + 1, grid_tokens=GRID, boundary_hashes=hashes))
