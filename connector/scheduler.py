@@ -31,13 +31,13 @@ from backhaul.connector.outcome import (
     Outcome,
     count_outcome,
     matched_tokens,
-    tag_candidates,
 )
 from backhaul.connector.presence import Presence
 from backhaul.connector.publisher import Publisher
 from backhaul.connector.request_log import RequestLog
 from backhaul.connector.stats import BackhaulStats, StatsRecorder, series
 from backhaul.connector.tracking import Load, TrackedRequest
+from backhaul.protocols.candidates import tag_candidates
 from backhaul.protocols.checkpoint import UNKNOWN_WORK, Reason, primary_kind
 from backhaul.protocols.match_history import MatchHistory, observe
 from backhaul.protocols.metrics import NONE

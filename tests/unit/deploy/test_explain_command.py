@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from backhaul.deploy.processes import free_port
 from backhaul.deploy.prompts import hash_prompt
+from backhaul.protocols.layout import GroupKind
 from backhaul.protocols.record import Candidate, LoggedRequest
 
 WORDS = ["[UNK]", *"abcdefghijklmnopqrstuvwxyz"]
@@ -57,7 +58,7 @@ def test_a_rewritten_history_is_explained_to_the_token(store: RunningStore, mode
     code, out, err = backhaul(*options, "--json", f"--against={text_file(model, 'o', history)}")
     assert code == 0, err
     document = json.loads(out)
-    matched, parted = document["candidates"]
+    parted, matched = document["candidates"]
     assert matched["boundary"] == GRID and matched["selected"] and matched["kinds"] == ["input_end"]
     assert parted["reason"] == "hash_mismatch" and parted["common_tokens"] == GRID
     closest = document["closest_mismatch"]
@@ -145,6 +146,7 @@ def test_a_logged_request_is_explained_without_vllm(store: RunningStore, model: 
     assert tags == {
         (1, ""): (True, None, ""),
         (2, other): (False, "domain_mismatch", "kv_dtype"),
+        (3, ""): (False, "state_missing", ""),  # shared attention, and no state at its end
         (4, ""): (False, "hash_mismatch", ""),
     }
     assert document["closest_mismatch"]["block"] == [3 * GRID, 4 * GRID]
@@ -178,6 +180,36 @@ def test_a_decode_leg_is_not_said_to_have_asked(model: Path) -> None:
     assert code == 0 and "the store was not asked" in out and "no checkpoint" not in out
     code, out, _ = backhaul(*options, "--request=cmpl-1")
     assert code == 0 and "cmpl-1-0-aa" in out and "The store knew no checkpoint" in out
+
+
+def test_what_lies_loose_is_named_as_a_lookup_names_it(store: RunningStore, model: Path) -> None:
+    """A publication that streamed ahead and ended leaves objects and no checkpoint."""
+    domain = store.open("loose", "decode-0:worker")
+    store.publish(domain, "a", "input_end")
+    store.leave_loose(domain, "abcd", GroupKind.FULL)
+    store.leave_loose(domain, "ax", GroupKind.FULL)
+    store.leave_loose(domain, "axyz", GroupKind.RECURRENT)
+
+    for letters, boundary, reason in (
+        ("abce", 3, "state_missing"),
+        ("axyz", 4, "attention_missing"),
+    ):
+        log = write_log(model, line("r", [1] * (4 * GRID + 1), domain, chain(letters)))
+        options = ("explain", "--request=r", f"--request-log={log}", f"--store={store.uri}")
+        before = store.catalog.Stats(store_stats_request())
+        code, out, err = backhaul(*options, "--json")
+        assert code == 0, err
+        assert store.catalog.Stats(store_stats_request()) == before
+        looked_up = [one for one in json.loads(out)["candidates"] if one["looked_up"]]
+        answer = store.lookup(domain, letters).matches
+        assert [(one["boundary"], one["reason"] or "", one["consumable"]) for one in looked_up] == [
+            (match.boundary, match.reason, match.consumable) for match in answer
+        ]
+        (loose,) = [one for one in looked_up if one["reason"] == reason]
+        assert loose["boundary"] == loose["common_tokens"] == boundary * GRID
+        assert not (loose["retained"] or loose["hash_matched"])
+        assert looked_up[-1]["selected"] and looked_up[-1]["boundary"] == GRID
+        assert reason in backhaul(*options)[1]
 
 
 def test_a_full_match_has_no_closest_that_does_not(store: RunningStore, model: Path) -> None:
