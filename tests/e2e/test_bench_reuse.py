@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from e2e_kit import Session
-from rich.console import Console
 
 from backhaul.benchmarks.reuse.matrix import Matrix, StoreBudget, planned
 from backhaul.benchmarks.reuse.model_shape import preset
@@ -29,6 +28,7 @@ from backhaul.benchmarks.reuse.report import build_report, write_report
 from backhaul.benchmarks.reuse.run import results_file, run_arms
 from backhaul.benchmarks.reuse.trace import Turn
 from backhaul.benchmarks.reuse.workloads import Sizes, workload
+from backhaul.deploy.console import Console
 from backhaul.deploy.pair import scrape
 from backhaul.protocols.checkpoint import CheckpointKind
 from backhaul.transfer.arena import ALIGNMENT
