@@ -121,11 +121,15 @@ class Up:
     def __init__(self, tmp_path: Path, *args: str) -> None:
         self.port = free_port()
         self.output = tmp_path / "output"
+        self.tmp = tmp_path / "tmp"
+        self.tmp.mkdir()
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
                 [sys.executable, str(STUB), "up", "--listen", f"127.0.0.1:{self.port}",
-                 "--log-dir", str(tmp_path / "logs"), "--capacity", "64MiB", *args],
+                 "--store-listen", "127.0.0.1:0", "--store-http", "127.0.0.1:0",
+                 "--capacity", "64MiB", *args],
                 stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+                env=os.environ | {"TMPDIR": str(self.tmp)},
             )  # fmt: skip
         self.seen: dict[int, psutil.Process] = {}
 
