@@ -103,9 +103,8 @@ def bench(
     interrupted.
     """
     need("`backhaul bench`", *ENGINE, *TINY_MODEL)
-    from rich.console import Console
-
     from backhaul.benchmarks.reuse.run import MODEL, run_matrix
+    from backhaul.deploy.console import Console
     from backhaul.deploy.processes import ServiceError
 
     if not math.isfinite(scale):  # compares as in range

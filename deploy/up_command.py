@@ -32,8 +32,7 @@ from backhaul.protocols.errors import ConfigError
 from backhaul.transfer.daemon.settings import Address, DaemonSettings, parse_address
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
+    from backhaul.deploy.console import Console
     from backhaul.deploy.up import UpPlan
 
 
@@ -152,8 +151,7 @@ def up(
     Exit code 1: a service failed; 2: wrong usage; 130: Ctrl-C; 143: SIGTERM.
     """
     need("`backhaul up`", *ENGINE, *(() if model else TINY_MODEL))
-    from rich.console import Console
-
+    from backhaul.deploy.console import Console
     from backhaul.deploy.logs import log_folder
     from backhaul.deploy.processes import ServiceError, free_port
     from backhaul.deploy.up import UpPlan
@@ -221,7 +219,7 @@ def run(console: Console, plan: UpPlan, *, tiny: bool, start_timeout_s: float) -
     services = make_services(plan)
     progress = StartProgress()
     cluster = Cluster(services.all, timeout_s=start_timeout_s, on_progress=progress.update)
-    console.print(f"Model [bold]{plan.model}[/], logs in {plan.log_dir}", soft_wrap=True)
+    console.print(f"Model {plan.model}, logs in {plan.log_dir}", soft_wrap=True)
     with contextlib.ExitStack() as stack:
         if console.is_terminal:
             with Live(progress.table(), console=console, refresh_per_second=4) as live:
@@ -231,13 +229,13 @@ def run(console: Console, plan: UpPlan, *, tiny: bool, start_timeout_s: float) -
             progress.on_line = console.print
             stack.enter_context(cluster)
         for line in _lines([(s.name, services.urls[s.name], s.log_path) for s in services.all]):
-            console.print(line, soft_wrap=True, highlight=False, markup=False)
+            console.print(line, soft_wrap=True)
         if services.store is not None:
             console.print(
                 f"Status page of the store: {services.store.http_url}/ (metrics: /metrics); "
                 f"backhaul doctor --store {services.store.uri}",
-                soft_wrap=True, highlight=False, markup=False,
-            )  # fmt: skip
+                soft_wrap=True,
+            )
         console.print(
             f"Ready after {time.monotonic() - progress.started:.0f} s. "
             f"export OPENAI_BASE_URL={services.proxy.url}/v1; model {plan.model.name}; "
