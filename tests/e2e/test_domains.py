@@ -27,7 +27,7 @@ from backhaul.protocols.comparison import compare
 from backhaul.protocols.domain import DomainRecord
 from backhaul.transfer.backends.inspector import StoreInspector
 
-END = 5 * B
+END = 6 * B
 
 
 @dataclass(frozen=True)
