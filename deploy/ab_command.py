@@ -122,9 +122,8 @@ def ab(
 
     Exit code 0: measured; 1: a server could not be asked or failed; 2: wrong usage.
     """
-    from rich.console import Console
-
     from backhaul.benchmarks.ab import QUESTIONS, AbError, AbPlan, Arm, run_arm
+    from backhaul.deploy.console import Console
     from backhaul.deploy.terminal import print_json
 
     if reset_b and not b:
@@ -173,7 +172,7 @@ def ab(
     if len(reports) == 2:
         console.print(_comparison(*reports))
     for line in _remarks(reports, salt=salt):
-        console.print(line, style="yellow", highlight=False, soft_wrap=True)
+        console.print(line, style="yellow", soft_wrap=True)
 
 
 def _questions(path: Path) -> list[str]:

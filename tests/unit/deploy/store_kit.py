@@ -61,7 +61,13 @@ class RunningStore:
         self.publish_hashes(domain, chain(tokens), *kinds, nbytes=nbytes, name=name or tokens)
 
     def publish_hashes(
-        self, domain: str, hashes: list[bytes], *kinds: str, nbytes: int = 256, name: str = "p"
+        self,
+        domain: str,
+        hashes: list[bytes],
+        *kinds: str,
+        nbytes: int = 256,
+        name: str = "p",
+        producer: str = "decode-0",
     ) -> None:
         """Publish a checkpoint whose prefix has these block hashes."""
         boundary = len(hashes) * GRID
@@ -78,7 +84,7 @@ class RunningStore:
             if grant.status == store_pb2.Grant.GRANTED
         ]
         manifest = store_pb2.Manifest(
-            boundary=boundary, hashes=hashes, kinds=kinds or ["decode_end"], producer="decode-0"
+            boundary=boundary, hashes=hashes, kinds=kinds or ["decode_end"], producer=producer
         )
         reply = self.catalog.Commit(
             store_pb2.CommitRequest(

@@ -9,6 +9,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from index_kit import GRID, chain
 from store_kit import RunningStore, backhaul, running_store
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -19,6 +21,7 @@ from backhaul.protocols.layout import GroupKind
 from backhaul.protocols.record import Candidate, LoggedRequest
 
 WORDS = ["[UNK]", *"abcdefghijklmnopqrstuvwxyz"]
+FIELDS = st.sampled_from([*LoggedRequest.__struct_fields__, *Candidate.__struct_fields__])
 
 
 @pytest.fixture(scope="module")
@@ -297,6 +300,49 @@ def test_a_request_of_the_log(tmp_path: Path) -> None:
     assert "no fresh lookup" in out  # the line has no hashes
     document = json.loads(backhaul(*options, "--json")[1])
     assert document["request"]["candidates"] == [candidate] and "candidates" not in document
+
+
+ODD = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=9)
+    | st.sampled_from([-1, 10**400, 2**40, 1e300, "[/]", "[link=x]", "00", GRID]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(FIELDS, inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=40)
+@given(st.dictionaries(FIELDS, ODD), st.lists(st.dictionaries(FIELDS, ODD), max_size=3))
+def test_any_line_of_a_log_is_shown_or_one_line_says_what_is_wrong(
+    tmp_path_factory: pytest.TempPathFactory, fields: dict[str, Any], candidates: list[Any]
+) -> None:
+    log = tmp_path_factory.getbasetemp() / "odd.jsonl"
+    whole = {"candidates": candidates, "prompt_tokens": 5, "token_ids": [1, 2]} | fields
+    log.write_text(json.dumps(whole | {"request_id": "r"}) + "\n")
+    options = ("explain", "--request=r", f"--request-log={log}", "--no-lookup")
+    for more in ((), ("--json",)):
+        code, out, err = backhaul(*options, *more)
+        if code:
+            assert code == 2 and out == "" and err.count("\n") == 1 and f"{log}:1: " in err
+        else:
+            assert "r" in out and err == ""
+
+
+@pytest.mark.parametrize("grid", [1, GRID, 1 << 23, 1 << 62])
+def test_a_lookup_of_huge_numbers_ends(store: RunningStore, tmp_path: Path, grid: int) -> None:
+    domain = store.open(f"huge {grid}", "decode-0:worker")
+    log = tmp_path / "requests.jsonl"
+    entry = {
+        "request_id": "r", "domain": domain, "grid_tokens": grid, "prompt_tokens": 2 * grid,
+        "boundary_hashes": ["00", "ff"],
+    }  # fmt: skip
+    log.write_text(json.dumps(entry) + "\n")
+    options = ("explain", "--request=r", f"--request-log={log}", f"--store={store.uri}")
+    code, _, err = backhaul(*options)
+    assert code in (0, 2) and err.count("\n") == (code == 2)
 
 
 @pytest.mark.parametrize(
