@@ -505,7 +505,7 @@ class Published:
 def test_what_was_committed_is_announced_as_kv_events(pair: Pair, sibling: bool) -> None:
     decode = pair.engine(name="decode", sibling=sibling, kv_events=True, ranks=2)
     published = Published(decode)
-    first = decode.run(tokens(3 * B + 2, 1), 2 * B)
+    first = decode.run(tokens(3 * B + 2, 1), 2 * B, u_end=2 * B)
     decode.check_idle()
     stored = published.ours(BlockStored)
     deep = (len(first.history) - 1) // B * B
@@ -522,6 +522,8 @@ def test_what_was_committed_is_announced_as_kv_events(pair: Pair, sibling: bool)
         assert event.block_hashes == hashes[start // B : start // B + count]
         assert event.token_ids == first.history[start : start + count * B]
         assert start + count * B in ends, "only what is a checkpoint, not what is under way"
+    attention = [name for e in stored if e.group_idx == 0 for name in e.block_hashes]
+    assert attention == hashes[: deep // B], "each block once"
     by_group = {
         group: {event.block_hashes[-1] for event in stored if event.group_idx == group}
         for group in range(3)
