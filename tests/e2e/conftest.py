@@ -55,7 +55,9 @@ def _every_answer_is_checked() -> Iterator[None]:
         if leg.backhaul is not None:
             record = check_tags(leg.backhaul)
             reused = record.prompt_tokens - record.recomputed_tokens
-            assert reused == leg.cached_tokens, (client.engine.name, record)
+            # Of a prompt that was handed over, vLLM tells what the prefill engine had cached.
+            other = record.other_tokens
+            assert other or reused == leg.cached_tokens, (client.engine.name, record)
         return leg
 
     with pytest.MonkeyPatch.context() as patch:
