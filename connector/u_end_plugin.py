@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from prometheus_client import Counter
 
+from backhaul.connector.hints import PROMPT_TAIL
 from backhaul.connector.request_facts import (
     lost_suffix,
     message_facts,
@@ -287,6 +288,7 @@ def _preprocessed(preprocess: Callable[..., Any]) -> Callable[..., Any]:
                 if wanted.decides
                 else turn_fact(request)
             ),
+            lambda: _token_ids(_engine_input(result)),
         )
         return result
 
@@ -324,6 +326,7 @@ def _harmony(render: Callable[..., Any], engine_input: Callable[[Any], Any]) -> 
                 request,
                 lambda: opaque if given else harmony_u_end(_token_ids(engine_input(result))),
                 lambda u_end: message_facts(request) if wanted.decides else turn_fact(request),
+                lambda: _token_ids(engine_input(result)),
             )
         return result
 
@@ -423,12 +426,15 @@ def _found(renderer: Any, recorder: Recorder, engine_input: Any, messages: Seque
 
 
 def _fill(
-    request: Any, find: Callable[[], UEnd], facts: Callable[[int | None], dict[str, Any]]
+    request: Any,
+    find: Callable[[], UEnd],
+    facts: Callable[[int | None], dict[str, Any]],
+    prompt: Callable[[], Sequence[int]],
 ) -> None:
     """Put the offset, and ``facts`` of a request with that offset, into the request's own copy of
     its parameters; count what became of the offset. What the client says stays."""
     try:
-        outcome = _filled(request, find, facts)
+        outcome = _filled(request, find, facts, prompt)
     except Exception as error:
         outcome = Reason.ERROR
         logger.debug("U_end of a prompt is unknown", exc_info=error)
@@ -436,7 +442,10 @@ def _fill(
 
 
 def _filled(
-    request: Any, find: Callable[[], UEnd], facts: Callable[[int | None], dict[str, Any]]
+    request: Any,
+    find: Callable[[], UEnd],
+    facts: Callable[[int | None], dict[str, Any]],
+    prompt: Callable[[], Sequence[int]],
 ) -> str:
     params = {} if request.kv_transfer_params is None else request.kv_transfer_params
     hints = params.get("backhaul") if isinstance(params, dict) else params
@@ -451,10 +460,19 @@ def _filled(
     except Exception as error:
         logger.debug("Nothing else is known of a request", exc_info=error)
     # Not in place: the requests of a batch share one object.
-    request.kv_transfer_params = {**params, "backhaul": {**own, **hints}}
+    request.kv_transfer_params = {**params, "backhaul": {**own, **hints, **_asked(hints, prompt)}}
     if supplied:
         return SUPPLIED
     return FILLED if found.tokens is not None else found.reason or Reason.ERROR
+
+
+def _asked(hints: dict[str, Any], prompt: Callable[[], Sequence[int]]) -> dict[str, Any]:
+    """What the connector needs to tell the prompt's ids: another one may drop the last of them
+    before it sees the request."""
+    if hints.get("return_prompt_token_ids") is not True:
+        return {}
+    ids = prompt()
+    return {"prompt_length": len(ids), "prompt_tail": list(ids[-PROMPT_TAIL:])}
 
 
 def _facts(

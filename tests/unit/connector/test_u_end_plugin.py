@@ -15,6 +15,7 @@ from render_app import RenderApp, params_of, u_end_of
 pytest.importorskip("vllm")
 
 from backhaul.connector import selfcheck, u_end, u_end_plugin
+from backhaul.connector.hints import PROMPT_TAIL
 from backhaul.deploy.tiny_model import CHAT_TEMPLATE, build_tiny_model
 from backhaul.render.reasons import Reason
 
@@ -146,6 +147,20 @@ def test_responses(app: RenderApp) -> None:
 def test_anthropic_messages(app: RenderApp) -> None:
     answer = app.post("/v1/messages/render", messages=MESSAGES[1:], max_tokens=5)
     assert suffix(app, answer) == HEADER
+
+
+@pytest.mark.parametrize("harmony", [False, True])
+def test_a_connector_that_tells_the_prompts_ids_knows_its_end(
+    app: RenderApp, harmony: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another connector may cut the prompt first. What a client says of its end does not count."""
+    monkeypatch.setattr(app.online_renderer, "use_harmony", harmony)
+    asked = {"return_prompt_token_ids": True, "prompt_length": 3, "prompt_tail": [1]}
+    answer = chat(app, kv_transfer_params={"backhaul": asked})
+    hints = params_of(answer)["backhaul"]
+    assert hints["prompt_length"] == len(answer["token_ids"])
+    assert hints["prompt_tail"] == answer["token_ids"][-PROMPT_TAIL:]
+    assert "prompt_tail" not in params_of(chat(app))["backhaul"]
 
 
 def test_batch(app: RenderApp) -> None:
