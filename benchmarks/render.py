@@ -31,9 +31,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import jinja2
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from backhaul.deploy.console import Console
 from backhaul.deploy.tiny_model import build_tiny_model
 from backhaul.protocols.errors import ConfigError
 from backhaul.protocols.policy import Policy

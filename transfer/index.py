@@ -120,6 +120,15 @@ class LookupAnswer(NamedTuple):
     extent: Extent = Extent()
 
 
+class _Found(NamedTuple):
+    """What a prefix meets: ``usable`` may be leased, ``used`` are those and what they extend."""
+
+    matches: tuple[CheckpointMatch, ...]
+    usable: list[Checkpoint]
+    used: list[Checkpoint]
+    extent: Extent
+
+
 class BlockIndex:
     """See the module's docstring. Not thread-safe; every call returns at once."""
 
@@ -158,7 +167,7 @@ class BlockIndex:
         self.announcements: dict[Announcement, None] = {}  # oldest first
         self.counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         self.members = MemberTable()
-        self.checkpoints = CheckpointTable(self.objects, self.counters)
+        self.checkpoints = CheckpointTable(self.objects, self.counters, self.strategy.queue())
         self.publications = PublicationTable(
             self.objects, self.checkpoints, self.counters, self.admission
         )
@@ -238,6 +247,8 @@ class BlockIndex:
                     reclaimer = self._reclaimer(list(sizes.values()), now)
                 reclaimer.make_room(nbytes)
             grants[index] = self.publications.grant_new(publication, key, nbytes)
+        if reclaimer is not None:
+            reclaimer.close()
         answered = [grant for grant in grants if grant is not None]
         if any(grant.status is GrantStatus.FULL for grant in answered):
             self.checkpoints.recent.note(now, "refused", Reason.STORE_FULL, domain_id)
@@ -263,8 +274,9 @@ class BlockIndex:
         check_commit(domain, rank, written)
         required = required_keys(domain, rank, manifest) if manifest else []
         publication = self._join(publication_id, domain, now)
-        if manifest is not None and any(manifest.work):
+        if manifest is not None and any(manifest.work) and manifest.work != domain.work:
             domain.work = manifest.work
+            self.checkpoints.works_anew(domain)
         self.counters["commits"] += 1
         for item in written:
             self.publications.complete(publication, item)
@@ -392,32 +404,13 @@ class BlockIndex:
             self.leases.check_room()
         self.counters["lookups"] += 1
         self.admission.credit(len(boundary_hashes) * domain.boundary_tokens)
-        usable: list[Checkpoint] = []
-        matches: list[CheckpointMatch] = []
-        unusable = 0
-        for boundary, block_hash in deepest_first(domain, boundary_hashes):
-            checkpoint = domain.checkpoints.get(block_hash)
-            if checkpoint is not None and checkpoint.visible and checkpoint.boundary == boundary:
-                if boundary > above_tokens and len(usable) < MATCHES_MAX:
-                    usable.append(checkpoint)
-                    matches.append(consumable(checkpoint, now))
-                if usable:  # this one, or one that extends it, was hit
-                    checkpoint.used_at = now
-            elif boundary > above_tokens and unusable < MATCHES_MAX:
-                match = self.checkpoints.unusable(domain, boundary, block_hash, now)
-                if match is not None:
-                    unusable += 1
-                    matches.append(match)
-        if usable:
-            reach = len(boundary_hashes) * domain.boundary_tokens
-            matches = with_diverged(matches, usable[0], above_tokens, reach, now)
-        deepest = usable[0].boundary if usable else 0
-        extent = matched_extent(domain, boundary_hashes, deepest)
-        incomplete = incomplete_ends(domain, boundary_hashes, extent, deepest)
-        matches = with_incomplete(matches, incomplete, above_tokens)
+        found = self._find(domain, boundary_hashes, above_tokens, now)
+        usable = found.usable
+        for checkpoint in found.used:
+            self.checkpoints.touch(checkpoint, now)
         self._count_hit(usable)
-        self._count_candidates(matches)
-        for match in matches:
+        self._count_candidates(found.matches)
+        for match in found.matches:
             if match.reason is not None:
                 self.checkpoints.recent.note(
                     now, "not consumable", match.reason, domain_id, match.boundary, match.kinds
@@ -428,7 +421,17 @@ class BlockIndex:
             self._deadlines.push(lease)
             lease_id = lease.id
         awaited = self.awaited(domain_id, boundary_hashes, above_tokens, now)
-        return LookupAnswer(tuple(matches), lease_id, awaited, extent)
+        return LookupAnswer(found.matches, lease_id, awaited, found.extent)
+
+    def peek(
+        self, domain_id: DomainId, boundary_hashes: Sequence[bytes], above_tokens: int, now: float
+    ) -> LookupAnswer:
+        """What ``lookup`` would answer, for people: nothing is leased, counted or touched."""
+        now = self.expire(now)
+        if (domain := self.domains.get(domain_id)) is None:
+            raise _unknown(domain_id)
+        found = self._find(domain, boundary_hashes, above_tokens, now)
+        return LookupAnswer(found.matches, None, None, found.extent)
 
     def locate(self, lease_id: LeaseId, keys: Sequence[ObjectKey], now: float) -> list[Location]:
         """Where objects of the leased checkpoints lie, in the order of the keys."""
@@ -437,7 +440,7 @@ class BlockIndex:
         self.counters["leases_read"] += not lease.readable
         locations = locate(lease, keys)
         for checkpoint in lease.checkpoints:
-            checkpoint.used_at = now
+            self.checkpoints.touch(checkpoint, now)
         return locations
 
     def renew(self, lease_id: LeaseId, lease_s: float, now: float) -> None:
@@ -543,14 +546,13 @@ class BlockIndex:
 
         held = [publication.held.values() for publication in self.publications.open.values()]
         held += [publication.reserved.values() for publication in self.publications.open.values()]
-        visible = self.checkpoints.visible
         leased = {
             checkpoint for lease in self.leases.valid.values() for checkpoint in lease.checkpoints
         }
         return Reclaimer(
             self.objects,
             pinned_entries(held, [*leased, *self.checkpoints.pending]),
-            self.strategy.order([one for one in visible if not one.leases], now),
+            self.checkpoints.queue.candidates(now, leased),
             lambda checkpoint: self.checkpoints.evict(checkpoint, now),
             drop_loose,
             sizes,
@@ -561,6 +563,36 @@ class BlockIndex:
         owner.expires_at = expires_at
         if shortened:  # otherwise the deadline that is queued already comes first
             self._deadlines.push(owner)
+
+    def _find(
+        self, domain: Domain, boundary_hashes: Sequence[bytes], above_tokens: int, now: float
+    ) -> _Found:
+        """What is known along a prefix. Changes nothing."""
+        usable: list[Checkpoint] = []
+        used: list[Checkpoint] = []
+        matches: list[CheckpointMatch] = []
+        unusable = 0
+        for boundary, block_hash in deepest_first(domain, boundary_hashes):
+            checkpoint = domain.checkpoints.get(block_hash)
+            if checkpoint is not None and checkpoint.visible and checkpoint.boundary == boundary:
+                if boundary > above_tokens and len(usable) < MATCHES_MAX:
+                    usable.append(checkpoint)
+                    matches.append(consumable(checkpoint, now))
+                if usable:  # this one, or one that extends it, was hit
+                    used.append(checkpoint)
+            elif boundary > above_tokens and unusable < MATCHES_MAX:
+                match = self.checkpoints.unusable(domain, boundary, block_hash, now)
+                if match is not None:
+                    unusable += 1
+                    matches.append(match)
+        if usable:
+            reach = len(boundary_hashes) * domain.boundary_tokens
+            matches = with_diverged(matches, usable[0], above_tokens, reach, now)
+        deepest = usable[0].boundary if usable else 0
+        extent = matched_extent(domain, boundary_hashes, deepest)
+        incomplete = incomplete_ends(domain, boundary_hashes, extent, deepest)
+        matches = with_incomplete(matches, incomplete, above_tokens)
+        return _Found(tuple(matches), usable, used, extent)
 
     def _count_hit(self, usable: Sequence[Checkpoint]) -> None:
         if usable:
@@ -593,7 +625,7 @@ class BlockIndex:
     def _domain(self, domain_id: DomainId, now: float) -> Domain:
         domain = self.domains.get(domain_id)
         if domain is None:
-            raise NotKnown(f"domain {domain_id[:80]!r} is unknown: open it first")
+            raise _unknown(domain_id)
         domain.used_at = now
         return domain
 
@@ -602,3 +634,7 @@ class BlockIndex:
         if not empty:
             raise StoreFull(f"{DOMAINS_MAX} domains have content: no other can be opened")
         del self.domains[min(empty, key=lambda domain: domain.used_at).id]
+
+
+def _unknown(domain_id: DomainId) -> NotKnown:
+    return NotKnown(f"domain {domain_id[:80]!r} is unknown: open it first")
