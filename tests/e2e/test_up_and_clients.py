@@ -53,6 +53,7 @@ def sentence(length: int) -> dict[str, Any]:
 def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     logs = tmp_path_factory.mktemp("up")
     command = [sys.executable, "-m", "backhaul.deploy.cli", "up", "--listen", "127.0.0.1:0"]
+    command += ["--store-listen", "127.0.0.1:0", "--store-http", "127.0.0.1:0"]
     command += ["--log-dir", str(logs), "--proxy-arg=--prefill-timeout=25"]
     # A busy machine.
     command += ["--connector-option=lookup_timeout_s=5", "--connector-option=publication_wait_s=2"]
