@@ -43,8 +43,8 @@ def run_matrix(
 ) -> None:
     """Run what ``directory`` does not have yet, then write the report from all of it.
 
-    Raises ``ConfigError`` where the directory cannot be used, ``ServiceError`` and ``TimeoutError``
-    where an engine or the store fails; what was finished by then is kept.
+    Raises ``ConfigError`` where the directory cannot be used, ``ServiceError`` where an engine or
+    the store fails; what was finished by then is kept.
     """
     path = results_file(directory)
     keep_to_settings(directory, Settings(sizes=sizes, concurrency=concurrency))
@@ -60,7 +60,7 @@ def run_matrix(
             options={"stream_min_bytes": 1},
             engine_env={"VLLM_SERVER_DEV_MODE": "1"},
         )
-        with pair:
+        with pair, pair.naming_failures():
             real = RealArms(pair, preset(MODEL), concurrency=concurrency)
             run_arms(console, arms, sizes, path, real.run)
     with writing("DIRECTORY", directory):
