@@ -44,6 +44,7 @@ FAULTS = (
     "reserve_full",
     "write_fails",
     "write_unsettled",
+    "write_slow",
     "commit_raises",
     "release_raises",
 )
@@ -195,6 +196,8 @@ class FaultyStore(Store):
     def write(self, items: Sequence[WriteItem], *, timeout_s: float) -> TransferResult:
         if self._faults.strikes("write_fails"):
             return TransferResult(ok=False, reason=Reason.TIMEOUT)
+        if self._faults.strikes("write_slow"):
+            self._faults.slow_down()
         if self._faults.strikes("write_unsettled"):
             return TransferResult(
                 ok=False, reason=Reason.TIMEOUT, unsettled=_Settling(self._faults.slow_s)
