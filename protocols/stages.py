@@ -39,7 +39,7 @@ class Portion(NamedTuple):
 def stages_fit(ours: DomainRecord, theirs: DomainRecord) -> bool:
     """Whether it is known which layers lie on which stage of both. Not where the model drafts:
     its layers have no place among the target's."""
-    if _cut(ours) == _cut(theirs):
+    if _same(ours, theirs):
         return True
     one, other = (ours, theirs) if ours.pipeline_parallel == 1 else (theirs, ours)
     if one.pipeline_parallel != 1 or one.draft_model or not _cut(other):
@@ -59,7 +59,7 @@ def portions(
 
     Raises ``ValueError`` where the layers are not those that the records tell of.
     """
-    if _cut(ours) == _cut(theirs):
+    if _same(ours, theirs):
         return [Portion(stage, layers, 0, layers)]
     if ours.pipeline_parallel == 1:
         shares = _shares(_group(ours, group), _cut(theirs))
@@ -78,9 +78,14 @@ def most_layers(ours: DomainRecord, theirs: DomainRecord, group: int) -> int:
     stages that nobody has seen it is what the first one lets expect."""
     layers = max(_group(ours, group).layers, _group(theirs, group).layers)
     cut = _cut(ours)
-    if cut and cut == _cut(theirs):
+    if cut and _same(ours, theirs):
         return -(-layers * max(cut) // cut[0])
     return layers
+
+
+def _same(ours: DomainRecord, theirs: DomainRecord) -> bool:
+    one, other = ((r.pipeline_parallel, r.pipeline_layers) for r in (ours, theirs))
+    return one == other
 
 
 def _cut(record: DomainRecord) -> tuple[int, ...]:
