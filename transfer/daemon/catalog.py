@@ -39,7 +39,7 @@ from backhaul.transfer.backends.wire import checkpoint_message, domain_message
 from backhaul.transfer.base import GrantStatus, Member, Visibility, Written
 from backhaul.transfer.daemon.pool import Pool
 from backhaul.transfer.entries import NotKnown
-from backhaul.transfer.index import BlockIndex
+from backhaul.transfer.index import BlockIndex, LookupAnswer
 from backhaul.transfer.listing import ListQuery
 
 PROTOCOL_VERSION = 1
@@ -149,11 +149,12 @@ class Catalog(store_pb2_grpc.CatalogServicer):
         if not request.member:
             domain_id = self._index.open_domain(record, self._clock(), request.client_name)
             return store_pb2.OpenDomainReply(domain_id=domain_id)
-        member = Member(request.member, request.loads, request.publishes)
+        member = Member(request.member, request.loads, request.publishes, request.decodes_only)
         peers = self._index.join(record, member, self._clock(), request.client_name)
         return store_pb2.OpenDomainReply(
             domain_id=record.domain_id,
             loaders=peers.loaders,
+            decode_loaders=peers.decode_loaders,
             publishers=peers.publishers,
             elsewhere=[
                 store_pb2.OtherDomain(
@@ -176,35 +177,16 @@ class Catalog(store_pb2_grpc.CatalogServicer):
         waiting leaves nothing behind."""
         domain_id = DomainId(request.domain_id)
         hashes = list(request.boundary_hashes)
+        if request.peek:
+            seen = self._index.peek(domain_id, hashes, request.above_tokens, self._clock())
+            return _lookup_reply(seen, waited_s=0.0)
         waited_s = await self._wait(domain_id, hashes, request.above_tokens, request.wait_s)
         answer = self._index.lookup(
             domain_id, hashes, request.above_tokens, request.lease_s, self._clock()
         )
         if (lease := answer.lease) is not None:
             _if_late(context, lambda: self._index.release([lease], self._clock()))
-        matches = [
-            store_pb2.Match(
-                boundary=match.boundary,
-                kinds=[kind.value for kind in match.kinds],
-                consumable=match.consumable,
-                reason=match.reason.value if match.reason else "",
-                age_s=match.age_s,
-                producer=match.producer,
-                field=match.field,
-                domain_id=match.domain,
-                retained=match.retained,
-                hash_matched=match.hash_matched,
-                hits=match.hits,
-            )
-            for match in answer.matches
-        ]
-        return store_pb2.LookupReply(
-            matches=matches,
-            lease_id=answer.lease or "",
-            waited_s=waited_s,
-            attention_tokens=answer.extent.attention,
-            recurrent_tokens=answer.extent.recurrent,
-        )
+        return _lookup_reply(answer, waited_s)
 
     async def _wait(
         self, domain_id: DomainId, hashes: Sequence[bytes], above_tokens: int, wait_s: float
@@ -381,6 +363,32 @@ class Catalog(store_pb2_grpc.CatalogServicer):
     def _wake(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+def _lookup_reply(answer: LookupAnswer, waited_s: float) -> store_pb2.LookupReply:
+    matches = [
+        store_pb2.Match(
+            boundary=match.boundary,
+            kinds=[kind.value for kind in match.kinds],
+            consumable=match.consumable,
+            reason=match.reason.value if match.reason else "",
+            age_s=match.age_s,
+            producer=match.producer,
+            field=match.field,
+            domain_id=match.domain,
+            retained=match.retained,
+            hash_matched=match.hash_matched,
+            hits=match.hits,
+        )
+        for match in answer.matches
+    ]
+    return store_pb2.LookupReply(
+        matches=matches,
+        lease_id=answer.lease or "",
+        waited_s=waited_s,
+        attention_tokens=answer.extent.attention,
+        recurrent_tokens=answer.extent.recurrent,
+    )
 
 
 def _if_late(context: Any, undo: Callable[[], None]) -> None:
