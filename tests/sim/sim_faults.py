@@ -44,10 +44,11 @@ FAULTS = (
     "reserve_full",
     "write_fails",
     "write_unsettled",
-    "write_slow",
     "commit_raises",
     "release_raises",
 )
+WRITE_SLOW = "write_slow"
+"""For tests that need a publication under way at a certain moment; no fault, and none of those."""
 
 
 @dataclass
@@ -196,7 +197,7 @@ class FaultyStore(Store):
     def write(self, items: Sequence[WriteItem], *, timeout_s: float) -> TransferResult:
         if self._faults.strikes("write_fails"):
             return TransferResult(ok=False, reason=Reason.TIMEOUT)
-        if self._faults.strikes("write_slow"):
+        if self._faults.strikes(WRITE_SLOW):
             self._faults.slow_down()
         if self._faults.strikes("write_unsettled"):
             return TransferResult(

@@ -46,7 +46,7 @@ _PUBLISH_REASONS = {
     "write_unsettled": "timeout",
     "commit_raises": "uncommitted",
 }
-_HARMLESS = {"read_slow", "write_slow", "release_raises"}
+_HARMLESS = {"read_slow", "release_raises"}
 
 
 def test_every_fault_is_covered() -> None:

@@ -23,6 +23,7 @@ from sim_bench import (
     step_until,
     waiting,
 )
+from sim_faults import WRITE_SLOW
 from sim_kit import ASYNC, tokens
 from vllm.v1.request import RequestStatus
 
@@ -54,7 +55,7 @@ def resumed_after_a_load(bench: Bench, engine: SimEngine, history: list[int]) ->
 
 def hold_writes(bench: Bench) -> None:
     """Until the faults go on."""
-    bench.always("write_slow")
+    bench.always(WRITE_SLOW)
     bench.faults.slow_s = 20.0
 
 
