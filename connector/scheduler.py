@@ -22,7 +22,7 @@ from backhaul.connector.endpoints import (
 )
 from backhaul.connector.engine import EngineFacts
 from backhaul.connector.events import KvEvents
-from backhaul.connector.hints import parse_hints
+from backhaul.connector.hints import parse_hints, whole_prompt
 from backhaul.connector.jobs import BlockHolds, JobBook
 from backhaul.connector.junction import bind_junction_bound
 from backhaul.connector.messages import StepMetadata, WorkerReport
@@ -42,6 +42,7 @@ from backhaul.protocols.checkpoint import UNKNOWN_WORK, Reason, primary_kind
 from backhaul.protocols.match_history import MatchHistory, observe
 from backhaul.protocols.metrics import NONE
 from backhaul.protocols.options import FinishReason, Options, WorkerKind
+from backhaul.protocols.policy import Policy
 from backhaul.protocols.record import (
     Candidate,
     LoggedRequest,
@@ -58,6 +59,10 @@ _FINISH_REASONS = {
     RequestStatus.FINISHED_LENGTH_CAPPED: FinishReason.LENGTH,
     RequestStatus.FINISHED_ABORTED: FinishReason.ABORT,
 }
+
+_CUT_BY_NIXL = "_p_side_truncated"
+"""Among a request's parameters once NIXL's prefill side has dropped the prompt's last token, which
+it does before this connector sees the request."""
 
 _SETTLE_STEPPING_S = 30.0
 """How long an otherwise idle engine keeps stepping for jobs that are over but not settled. Past
@@ -168,8 +173,7 @@ class SchedulerHalf:
         """A request arrived; its lookup begins now, before a slot is free for it."""
         params = request.kv_transfer_params
         params = params if isinstance(params, dict) else {}
-        # NIXL's prefill side may have dropped the last prompt token just before.
-        dropped = 1 if params.get("_p_side_truncated") else 0
+        dropped = 1 if params.get(_CUT_BY_NIXL) else 0
         hints = parse_hints(params.get("backhaul"), request.num_prompt_tokens + dropped)
         for name in hints.rejected:
             self._stats.count("hints_rejected", name)
@@ -282,7 +286,11 @@ class SchedulerHalf:
         told = to_params(record)
         if tracked.hints.return_prompt_token_ids:
             # Not in the record: the request log does not keep what people say.
-            told["prompt_token_ids"] = list(request.prompt_token_ids or ())
+            params = request.kv_transfer_params or {}
+            cut = bool(params.get(_CUT_BY_NIXL))
+            ids = whole_prompt(request.prompt_token_ids or (), tracked.hints, cut=cut)
+            if ids is not None:
+                told["prompt_token_ids"] = ids
         return False, {"backhaul": told}
 
     # -- the engine's other questions ---------------------------------------------------------
@@ -448,7 +456,10 @@ class SchedulerHalf:
                 self._events.removed(request, candidate.boundary)
 
     def _learn(self, tracked: TrackedRequest, candidates: tuple[Candidate, ...]) -> None:
-        """Remember what matched, for requests of the same template and client."""
+        """Remember what matched, for requests of the same template and client. Only ``auto`` reads
+        it, so under other policies nothing is counted."""
+        if tracked.policy is not Policy.AUTO:
+            return
         grid, unit = self._facts.layout.boundary_tokens, self._facts.layout.hash_tokens
         request, hints = tracked.request, tracked.hints
         known = len(request.block_hashes) * unit
