@@ -5,10 +5,10 @@ alternates:
 
 *The whole hook* (``--whole``): all that an unmodified server pays per request, in vLLM's own front
 end without an engine. *Render time* is what the server does with a request's messages, without
-hooks: it renders them, tokenises the text in its threads, and makes sampling parameters. *Cost* is the
-same with the hooks less without, where templates are rendered in the measuring thread and only that
-thread's time counts: what hooks do is in it, tokenising, which they leave alone, is not. Other load
-only ever adds time, so both are 10th percentiles.
+hooks: it renders them, tokenises the text in its threads, and makes sampling parameters. *Cost* is
+the same with the hooks less without, where templates are rendered in the measuring thread and only
+that thread's time counts: what hooks do is in it, tokenising, which they leave alone, is not.
+Other load only ever adds time, so both are 10th percentiles.
 
 *The marks alone* (default): one template's render with marks and without; and once per
 template, what parsing, examining and compiling it takes on top.
