@@ -18,6 +18,7 @@ template, what parsing, examining and compiling it takes on top.
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import os
@@ -181,7 +182,7 @@ def _served(pair: HookedAndPlain, name: str, turns: int, chars: int, repeats: in
         pair.switch(on, inline=True)
         for number in range(_WARMING + _COUNTED):
             request = pair.request({"messages": messages})
-            took = _timed_ms(lambda request=request: pair.render(request))
+            took = _timed_ms(functools.partial(pair.render, request))
             if number >= _WARMING:
                 times[on].append(took)
         hints = (request.kv_transfer_params or {}).get("backhaul", {})
