@@ -461,8 +461,10 @@ class Publisher:
             if tracked is not None and CheckpointKind.INPUT_END in sending.kinds:
                 self._stats.count("user_turns_published", n=tracked.hints.user_turn)
             if tracked is not None:
-                above = tracked.loaded.boundary if tracked.loaded else 0
+                loaded = tracked.loaded.boundary if tracked.loaded else 0
+                above = max(loaded, tracked.announced)
                 self._events.stored(tracked.request, sending.upto, above=above)
+                tracked.announced = max(above, sending.upto)
             self._stats.observe("publish_seconds", now - sending.started)
             if sending.finished_at is not None:
                 self._stats.observe("finish_to_consumable_seconds", now - sending.finished_at)

@@ -14,6 +14,7 @@ from pathlib import Path
 from rich.live import Live
 from rich.table import Table
 
+from backhaul.deploy.arguments import writing
 from backhaul.deploy.console import Console
 from backhaul.deploy.conversation import Conversation, filler, load_encoder
 from backhaul.deploy.logs import log_folder
@@ -98,7 +99,8 @@ def run_demo(
             "with": [asdict(r) for r in with_backhaul],
             "without": [asdict(r) for r in without],
         }
-        output.write_text(json.dumps(result, indent=2) + "\n")
+        with writing("--output", output):
+            output.write_text(json.dumps(result, indent=2) + "\n")
         console.print(f"Wrote {output}")
 
 
