@@ -207,3 +207,90 @@ def test_mistral(mistral: Any, with_system: bool, tools: Any) -> None:
 @pytest.mark.parametrize("name", ["CohereRenderer", "InklingRenderer", "TerratorchRenderer"])
 def test_renderers_without_a_rule(name: str) -> None:
     assert encoded_u_end(stand_in(name), [1], "x").reason is Reason.UNKNOWN_RENDERER
+
+
+# -- which end is found in the next turn ----------------------------------------------------------
+
+
+def deepseek_u_end(renderer: Any, prompt: Any) -> int:
+    """By the text alone: before the header, or the token before it where one spans the seam."""
+    text, ids = prompt["prompt"], prompt["prompt_token_ids"]
+    header = f"<{BAR}Assistant{BAR}>"
+    at = text.rfind(header) if header in text[-40:] else text.rindex("\n\n<")
+    before = renderer.get_tokenizer().encode(text[:at], add_special_tokens=False)
+    pairs = enumerate(zip(before, ids, strict=False))
+    return next((n for n, (ours, theirs) in pairs if ours != theirs), len(before))
+
+
+def deepseek_turn(
+    renderer: Any, messages: list[dict[str, Any]], output: dict[str, Any], **values: Any
+) -> tuple[list[int], int, list[int] | None]:
+    """The prompt, its U_end, and prompt and output without the end token. The output is what the
+    encoder writes for the last message, with the reasoning where it leaves that out."""
+    prompt = render(renderer, messages, **values)
+    text, ids = prompt["prompt"], prompt["prompt_token_ids"]
+    u_end = deepseek_u_end(renderer, prompt)
+    assert encoded_u_end(renderer, ids, text).tokens == u_end
+    whole = render(renderer, [*messages, output], add_generation_prompt=False, **values)["prompt"]
+    if not whole.startswith(text):
+        said = f"{output.get('reasoning', '')}</think>{output['content']}"
+    else:
+        said = whole[len(text) :].removesuffix(f"<{BAR}end\u2581of\u2581sentence{BAR}>")
+        thought = output.get("reasoning", "")
+        if thought not in said:
+            said = f"{thought}</think>{said.removeprefix('</think>')}"
+    encoded = renderer.get_tokenizer().encode(said, add_special_tokens=False)
+    return ids, u_end, [*ids, *encoded]
+
+
+def deepseek_letters(renderer: Any, *, thinking: bool, tools: bool, keep: bool) -> str:
+    """See docs/u_end.md: A user, answer; B user, call; C result, answer; D user, answer."""
+    thought = {"reasoning": "First this.\nThen that."} if thinking else {}
+    call = {**CALL, **thought}
+    if not thinking:
+        call.pop("reasoning")
+
+    def answer(text: str) -> dict[str, Any]:
+        return {"role": "assistant", "content": text, **thought}
+
+    turns = [({"role": "user", "content": "Good morning."}, answer("Good morning!"))]
+    if tools:
+        turns += [({"role": "user", "content": "Weather?"}, call), (RESULT, answer("Rain."))]
+    turns.append(({"role": "user", "content": "And now?"}, answer("I do not know.")))
+    last = {"role": "user", "content": "Good night."}
+    values = {"thinking": thinking, **({"tools": TOOLS} if tools else {})}
+    history: list[dict[str, Any]] = [FIRST[0]]
+    user_turn: tuple[list[int], int, list[int] | None] | None = None
+    found = []
+    for number, (given, output) in enumerate(turns):
+        history.append(given)
+        turn = deepseek_turn(renderer, history, output, **values)
+        user_turn = turn if given["role"] == "user" else user_turn
+        kept = output if keep else {k: v for k, v in output.items() if k != "reasoning"}
+        history.append(kept)
+        after = turns[number + 1][0] if number + 1 < len(turns) else last
+        ids = render(renderer, [*history, after], **values)["prompt_token_ids"]
+        assert user_turn is not None
+        ends = {
+            "D": turn[2], "P": turn[0], "U": turn[0][: turn[1]],
+            "PB": user_turn[0], "UB": user_turn[0][: user_turn[1]],
+        }  # fmt: skip
+        found.append(next(name for name, end in ends.items() if end == ids[: len(end or ())]))
+    return " ".join(found)
+
+
+@pytest.mark.parametrize(("thinking", "mode"), [(True, " thinking"), (False, "")])
+def test_the_row_of_docs_is_what_vllms_encoder_gives(
+    renderer: Any, thinking: bool, mode: str
+) -> None:
+    version = "V4" if "V4" in type(renderer).__name__ else "V3.2"
+    cells = [
+        deepseek_letters(renderer, thinking=thinking, tools=tools, keep=keep)
+        if thinking or not keep
+        else "-"
+        for tools in (False, True)
+        for keep in (True, False)
+    ]
+    row = f"| {' | '.join([f'DeepSeek-{version} (vLLM){mode}', *cells])} |"
+    page = (Path(__file__).parents[3] / "docs" / "u_end.md").read_text()
+    assert row in page.splitlines()
