@@ -35,6 +35,7 @@ from backhaul.protocols.checkpoint import (
 from backhaul.protocols.layout import CacheLayout, GroupKind, block_hash_index, required_blocks
 from backhaul.protocols.options import NoPath, Options
 from backhaul.protocols.policy import Matched, choose
+from backhaul.protocols.record import DecodeEndReason
 from backhaul.transfer.base import Store
 
 logger = logging.getLogger(__name__)
@@ -213,13 +214,13 @@ class Publisher:
             pathless = withheld or not self._has_path(tracked)
             if withheld or (pathless and self._options.no_path is NoPath.DISABLE):
                 if end and end >= tracked.request.num_prompt_tokens - 1:
-                    tracked.decode_end_reason = Reason.NO_PUBLICATION_PATH
+                    tracked.decode_end_reason = DecodeEndReason.NO_PUBLICATION_PATH
                     self._stats.count("publication_failures", Reason.NO_PUBLICATION_PATH)
             elif pin is not None and pin.boundary <= end:
                 publication = tracked.publication or self._new_publication(tracked)
                 sent = self._publish(tracked, pin, (kind,), table, publication, last=True)
                 if sent and pathless:
-                    tracked.decode_end_reason = Reason.NO_PUBLICATION_PATH
+                    tracked.decode_end_reason = DecodeEndReason.NO_PUBLICATION_PATH
                     next(reversed(self._sending.values())).pathless = True
             elif end >= tracked.request.num_prompt_tokens:
                 self._stats.count("publication_failures", Reason.STATE_MISSING)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from harness import BLOCK, Finished, Pair, SimEngine
 from sim_kit import ASYNC, kinds, tokens
+from sim_record import check_record
 
 from backhaul.protocols.checkpoint import CheckpointKind
 
@@ -153,6 +154,36 @@ def test_too_many_or_wrong_positions_are_counted_and_ignored(pair: Pair) -> None
     assert kinds(pair) == []
     assert one.counters["hints_rejected|boundaries"] == 5
     pair.check_idle()
+
+
+@ASYNC
+@pytest.mark.parametrize(
+    ("policy", "output", "stops", "hints", "reason"),
+    [
+        ("both", 2 * B, True, {}, None),
+        ("both", 2 * B, False, {}, "finish_excluded"),
+        ("both", 2 * B, True, {"publish": False}, "not_wanted"),
+        ("input_end", 2 * B, False, {}, "not_wanted"),
+        ("both", 3, True, {}, "below_grid"),
+    ],
+)
+def test_every_reply_whose_end_is_not_published_says_why(
+    pair: Pair,
+    policy: str,
+    output: int,
+    stops: bool,
+    hints: dict[str, Any],
+    reason: str | None,
+    asynchronous: bool,
+) -> None:
+    one = engine(pair, policy, asynchronous=asynchronous)
+    prompt = tokens(3 * B + 4, 1)
+    done = one.run(prompt, output, stops=stops, params={"backhaul": hints})
+    pair.check_idle()
+    record = check_record(one, done)
+    assert record.decode_end_reason == reason
+    assert record.publishing_decode_end == (reason is None)
+    assert ((5 * B, {D}) in kinds(pair)) == (reason is None)
 
 
 @ASYNC
