@@ -41,6 +41,7 @@ from backhaul.connector.u_end import (
     harmony_u_end,
     uses_templates,
 )
+from backhaul.protocols.metrics import API_SERVER, ENGINE_PREFIX
 from backhaul.protocols.policy import Policy
 from backhaul.render.reasons import Reason, UEnd
 
@@ -500,7 +501,9 @@ def _facts(
 
 @functools.cache
 def _counter() -> Counter:
-    counter = Counter("backhaul:u_end", "Requests with messages, by U_end's outcome.", ["outcome"])
+    metric = API_SERVER["u_end"]
+    labels = [label.name for label in metric.labels]
+    counter = Counter(f"{ENGINE_PREFIX}u_end", metric.help, labels)
     for outcome in OUTCOMES:
         counter.labels(outcome)
     return counter

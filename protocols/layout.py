@@ -46,6 +46,8 @@ class GroupLayout(msgspec.Struct, frozen=True, kw_only=True):
         draft: whether its layers belong to the model that drafts.
         layers: number of layers; an object holds one page of each.
         members: digest of the layers' names in their order, which is the order inside an object.
+        numbers: the layers' numbers in the model, in the same order; () where they have none. Of
+            several pipeline stages those of the first one.
         interior: what a page consists of (heads, sizes, state shapes), as people read it.
         copies: consecutive ranks that hold the same bytes; the first of them stores them for all.
         page: how a page is cut over tensor-parallel ranks, the same for any number of them; ()
@@ -60,6 +62,7 @@ class GroupLayout(msgspec.Struct, frozen=True, kw_only=True):
     draft: bool = False
     layers: int = 0
     members: str = ""
+    numbers: tuple[int, ...] = ()
     interior: str = ""
     copies: int = 1
     page: Page = ()
