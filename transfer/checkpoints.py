@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
@@ -18,11 +17,10 @@ from backhaul.protocols.checkpoint import (
     Reason,
     primary_kind,
 )
-from backhaul.protocols.comparison import compare
-from backhaul.protocols.domain import DomainRecord
 from backhaul.protocols.layout import GroupKind
 from backhaul.protocols.metrics import PRIMARY_KIND
 from backhaul.transfer.base import CheckpointInfo, Visibility
+from backhaul.transfer.differences import DomainDifferences
 from backhaul.transfer.entries import (
     DIVERGED_MAX,
     TOMBSTONES_MAX,
@@ -41,7 +39,9 @@ _CHILDREN_MAX = 64
 class CheckpointTable:
     """Not thread-safe. Knows nothing of publications and leases; its caller counts those."""
 
-    def __init__(self, objects: ObjectTable, counters: Counter[str]) -> None:
+    def __init__(
+        self, objects: ObjectTable, counters: Counter[str], differences: DomainDifferences
+    ) -> None:
         self.visible: dict[Checkpoint, None] = {}  # in the order in which they became visible
         self.pending: dict[Checkpoint, None] = {}
         self.domains_of: dict[bytes, set[Domain]] = {}  # where a boundary's hash is visible
@@ -49,6 +49,7 @@ class CheckpointTable:
         self.recent = RecentEvents()
         self._objects = objects
         self._counters = counters
+        self._differences = differences
         self._serial = 0
         self.retained: Counter[str] = Counter(dict.fromkeys(PRIMARY_KIND.values, 0))
         self.state_bytes: Counter[str] = Counter(dict.fromkeys(PRIMARY_KIND.values, 0))
@@ -161,6 +162,19 @@ class CheckpointTable:
         if self.on_evicted is not None:
             self.on_evicted(kind, now - checkpoint.created_at)
 
+    def known(self, domain: Domain, boundary_hashes: Sequence[bytes]) -> list[tuple[int, bytes]]:
+        """Those of a prefix's (boundary, hash) pairs of which anything is known, deepest first."""
+        here, coming, elsewhere = domain.checkpoints, domain.announcements, self.domains_of
+        gone, name = self.tombstones, domain.id
+        return [
+            pair
+            for pair in deepest_first(domain, boundary_hashes)
+            if (block_hash := pair[1]) in here
+            or block_hash in elsewhere
+            or block_hash in coming
+            or (name, block_hash) in gone
+        ]
+
     def unusable(
         self, domain: Domain, boundary: int, block_hash: bytes, now: float
     ) -> CheckpointMatch | None:
@@ -170,7 +184,7 @@ class CheckpointTable:
         if known is not None and (known.visible or known.boundary != boundary):
             return None  # a hash of the caller's that belongs to another position
         homes = [
-            (differing_field(domain.record, home.record), home)
+            (self._differences.first(domain, home).field, home)
             for home in self.domains_of.get(block_hash, ())
             if home.checkpoints[block_hash].boundary == boundary
         ]
@@ -205,13 +219,6 @@ class CheckpointTable:
     def _count_end(self, kind: CheckpointKind, *, duplicate: bool) -> None:
         self._counters[f"logical_ends_{kind}"] += 1
         self._counters[f"duplicate_ends_{kind}"] += duplicate
-
-
-@functools.lru_cache(maxsize=4096)
-def differing_field(ours: DomainRecord, theirs: DomainRecord) -> str:
-    """Path of the first field that keeps ``theirs`` bytes from being used in ``ours``; "" where
-    they can be converted."""
-    return compare(ours, theirs).field
 
 
 def touch_chain(
@@ -319,12 +326,11 @@ def describe(checkpoint: Checkpoint, now: float, common_tokens: int = 0) -> Chec
     )
 
 
-def deepest_first(domain: Domain, boundary_hashes: Sequence[bytes]) -> list[tuple[int, bytes]]:
+def deepest_first(domain: Domain, boundary_hashes: Sequence[bytes]) -> Iterator[tuple[int, bytes]]:
     """(boundary, hash) pairs of a prefix whose entry i ends at boundary (i + 1) * B."""
     grid = domain.boundary_tokens
-    pairs = [((index + 1) * grid, value) for index, value in enumerate(boundary_hashes)]
-    pairs.reverse()
-    return pairs
+    boundaries = range(len(boundary_hashes) * grid, 0, -grid)
+    return zip(boundaries, reversed(boundary_hashes), strict=True)
 
 
 def _unusable(known: Checkpoint | Tombstone, reason: Reason, age_s: float) -> CheckpointMatch:

@@ -57,6 +57,7 @@ from backhaul.transfer.checkpoints import (
     with_incomplete,
 )
 from backhaul.transfer.deadlines import Deadlines
+from backhaul.transfer.differences import DomainDifferences
 from backhaul.transfer.entries import (
     ANNOUNCEMENTS_MAX,
     DOMAINS_MAX,
@@ -81,6 +82,7 @@ from backhaul.transfer.index_input import (
     check_boundary,
     check_commit,
     check_hash,
+    check_hashes,
     check_name,
     check_wants,
     required_keys,
@@ -157,8 +159,9 @@ class BlockIndex:
         self.leases = LeaseTable(instance_id)
         self.announcements: dict[Announcement, None] = {}  # oldest first
         self.counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
-        self.members = MemberTable()
-        self.checkpoints = CheckpointTable(self.objects, self.counters)
+        differences = DomainDifferences()
+        self.members = MemberTable(differences)
+        self.checkpoints = CheckpointTable(self.objects, self.counters, differences)
         self.publications = PublicationTable(
             self.objects, self.checkpoints, self.counters, self.admission
         )
@@ -196,8 +199,7 @@ class BlockIndex:
         check_name("member", member.name)
         now = self._now
         self.members.join(domain_id, member, now)
-        records = {one.id: one.record for one in self.domains.values()}
-        return self.members.peers(domain_id, member.name, records, now)
+        return self.members.peers(domain_id, member.name, self.domains, now)
 
     # -- publications -------------------------------------------------------------------------
 
@@ -315,6 +317,8 @@ class BlockIndex:
     ) -> list[PublicationId]:
         """Give publications their full life again. Answers those that are unknown by now."""
         now = self.expire(now)
+        for publication_id in publication_ids:
+            check_name("publication id", publication_id)
         unknown = []
         for publication_id in publication_ids:
             publication = self.publications.open.get(publication_id)
@@ -361,7 +365,13 @@ class BlockIndex:
         """The deepest checkpoint of the prefix that is announced or pending and deeper than any
         visible one; None where nothing is worth waiting for."""
         now = self.expire(now)
-        domain = self._domain(domain_id, now)
+        check_hashes(boundary_hashes)
+        return self._awaited(self._domain(domain_id, now), boundary_hashes, above_tokens)
+
+    @staticmethod
+    def _awaited(
+        domain: Domain, boundary_hashes: Sequence[bytes], above_tokens: int
+    ) -> Awaited | None:
         for boundary, block_hash in deepest_first(domain, boundary_hashes):
             if boundary <= above_tokens:
                 break
@@ -387,6 +397,7 @@ class BlockIndex:
         boundary."""
         now = self.expire(now)
         domain = self._domain(domain_id, now)
+        check_hashes(boundary_hashes)
         lease_s = min(seconds("lease_s", lease_s), self.lease_max_s)
         if lease_s:
             self.leases.check_room()
@@ -395,7 +406,7 @@ class BlockIndex:
         usable: list[Checkpoint] = []
         matches: list[CheckpointMatch] = []
         unusable = 0
-        for boundary, block_hash in deepest_first(domain, boundary_hashes):
+        for boundary, block_hash in self.checkpoints.known(domain, boundary_hashes):
             checkpoint = domain.checkpoints.get(block_hash)
             if checkpoint is not None and checkpoint.visible and checkpoint.boundary == boundary:
                 if boundary > above_tokens and len(usable) < MATCHES_MAX:
@@ -422,12 +433,12 @@ class BlockIndex:
                 self.checkpoints.recent.note(
                     now, "not consumable", match.reason, domain_id, match.boundary, match.kinds
                 )
+        awaited = self._awaited(domain, boundary_hashes, above_tokens)
         lease_id = None
-        if usable and lease_s:
+        if usable and lease_s:  # at the very end: what raises leaves no lease
             lease = self.leases.grant(domain, tuple(usable), now + lease_s)
             self._deadlines.push(lease)
             lease_id = lease.id
-        awaited = self.awaited(domain_id, boundary_hashes, above_tokens, now)
         return LookupAnswer(tuple(matches), lease_id, awaited, extent)
 
     def locate(self, lease_id: LeaseId, keys: Sequence[ObjectKey], now: float) -> list[Location]:

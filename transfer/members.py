@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from backhaul.protocols.checkpoint import DomainId
-from backhaul.protocols.comparison import compare
-from backhaul.protocols.domain import DomainRecord
 from backhaul.transfer.base import Elsewhere, Member, Peers
+from backhaul.transfer.differences import DomainDifferences
+from backhaul.transfer.entries import Domain
 
 MEMBER_TTL_S = 60.0
 """How long a client counts after it last spoke; several times what clients leave between two."""
@@ -34,7 +34,8 @@ class _Entry:
 class MemberTable:
     """The clients of all domains, by name. Not thread-safe; every call returns at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, differences: DomainDifferences) -> None:
+        self._differences = differences
         self._entries: OrderedDict[str, _Entry] = OrderedDict()  # the most silent one first
 
     def join(self, domain: DomainId, member: Member, now: float) -> None:
@@ -47,10 +48,10 @@ class MemberTable:
             self._entries.popitem(last=False)
 
     def peers(
-        self, domain: DomainId, name: str, records: Mapping[DomainId, DomainRecord], now: float
+        self, domain: DomainId, name: str, domains: Mapping[DomainId, Domain], now: float
     ) -> Peers:
         """Who else is there for the client ``name`` of ``domain``. Members of domains that are not
-        in ``records`` are left out."""
+        in ``domains`` are left out."""
         while self._entries and next(iter(self._entries.values())).expires_at <= now:
             self._entries.popitem(last=False)
         counts: dict[DomainId, list[int]] = {}
@@ -60,22 +61,15 @@ class MemberTable:
                 count[0] += entry.member.loads
                 count[1] += entry.member.publishes
         loaders, publishers = counts.pop(domain, (0, 0))
-        others = sorted(counts.items(), key=lambda item: (-sum(item[1]), item[0]))
+        others = sorted(
+            (item for item in counts.items() if item[0] in domains),
+            key=lambda item: (-sum(item[1]), item[0]),
+        )
         return Peers(
             loaders=loaders,
             publishers=publishers,
             elsewhere=tuple(
-                _elsewhere(records[domain], other, records[other], *count)
-                for other, count in others
-                if other in records
-            )[:ELSEWHERE_MAX],
+                Elsewhere(other, *self._differences.first(domains[domain], domains[other]), *count)
+                for other, count in others[:ELSEWHERE_MAX]
+            ),
         )
-
-
-def _elsewhere(
-    ours: DomainRecord, other: DomainId, theirs: DomainRecord, loaders: int, publishers: int
-) -> Elsewhere:
-    found = compare(ours, theirs)
-    cause = next((one for one in found.causes if one.path == found.field), None)
-    values = (cause.path, cause.ours, cause.theirs) if cause else ("", "", "")
-    return Elsewhere(other, *values, loaders=loaders, publishers=publishers)

@@ -266,15 +266,21 @@ class EmbeddedStore(Store):
         timeout_s: float,
     ) -> CommitResult:
         """See ``Store``."""
-        request = store_pb2.CommitRequest(
-            domain_id=domain,
-            publication_id=publication,
-            rank=rank,
-            written=[wire.written_message(one) for one in written],
-            manifest=wire.manifest_message(manifest) if manifest else None,
-        )
-        reply = self._keeper.call("Commit", request, time.monotonic() + timeout_s, domain)
-        return CommitResult(reply.visible, tuple(wire.key_of(key) for key in reply.missing))
+        deadline = time.monotonic() + timeout_s
+        missing: dict[ObjectKey, None] = {}
+        batches = _batches(written) or [()]
+        for number, batch in enumerate(batches, start=1):
+            last = manifest if number == len(batches) else None
+            request = store_pb2.CommitRequest(
+                domain_id=domain,
+                publication_id=publication,
+                rank=rank,
+                written=[wire.written_message(one) for one in batch],
+                manifest=wire.manifest_message(last) if last else None,
+            )
+            reply = self._keeper.call("Commit", request, deadline, domain)
+            missing.update((wire.key_of(key), None) for key in reply.missing)
+        return CommitResult(reply.visible, () if reply.visible else tuple(missing))
 
     def abandon(self, publication: PublicationId, *, timeout_s: float) -> None:
         """See ``Store``."""
@@ -283,9 +289,10 @@ class EmbeddedStore(Store):
 
     def keep_alive(self, publications: Sequence[PublicationId], *, timeout_s: float) -> None:
         """See ``Store``."""
-        if publications:
-            request = store_pb2.KeepAliveRequest(publication_ids=publications)
-            self._keeper.call("KeepAlive", request, time.monotonic() + timeout_s)
+        deadline = time.monotonic() + timeout_s
+        for batch in _batches(publications):
+            request = store_pb2.KeepAliveRequest(publication_ids=batch)
+            self._keeper.call("KeepAlive", request, deadline)
 
     # -- catalog: loads -----------------------------------------------------------------------
 
@@ -317,9 +324,10 @@ class EmbeddedStore(Store):
 
     def release(self, leases: Sequence[LeaseId], *, timeout_s: float) -> None:
         """See ``Store``."""
-        if leases:
-            request = store_pb2.ReleaseLeaseRequest(lease_ids=leases)
-            self._keeper.call("ReleaseLease", request, time.monotonic() + timeout_s)
+        deadline = time.monotonic() + timeout_s
+        for batch in _batches(leases):
+            request = store_pb2.ReleaseLeaseRequest(lease_ids=batch)
+            self._keeper.call("ReleaseLease", request, deadline)
 
     # -- people -------------------------------------------------------------------------------
 
