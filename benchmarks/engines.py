@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from backhaul.deploy.console import Console
 from backhaul.deploy.demo_command import default_cache_dir
 from backhaul.deploy.pair import EngineClient, Pair
 from backhaul.deploy.tiny_model import TOKEN_IDS, build_tiny_model

@@ -27,9 +27,9 @@ from typing import Annotated, Any
 
 import jinja2
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from backhaul.deploy.console import Console
 from backhaul.protocols.errors import ConfigError
 from backhaul.render import lint
 from backhaul.render.template import MarkedTemplate, environment

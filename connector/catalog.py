@@ -14,12 +14,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-from backhaul.connector.foreign import ConvertibleDomains, Foreign
 from backhaul.protocols.checkpoint import LeaseId, Reason
 from backhaul.protocols.domain import DomainRecord
 from backhaul.protocols.errors import StoreDenied, StoreError, StoreUnavailable
 from backhaul.protocols.options import Options
 from backhaul.transfer.base import LookupResult, Store
+from backhaul.transfer.foreign import ConvertibleDomains, Foreign
 
 logger = logging.getLogger(__name__)
 

@@ -6,6 +6,7 @@ talk once per engine step, through vLLM (see messages.py), and share nothing els
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,8 @@ from backhaul.connector.scheduler import SchedulerHalf
 from backhaul.connector.selfcheck import require_vllm_surface
 from backhaul.connector.stats import BackhaulPromMetrics, BackhaulStats
 from backhaul.connector.worker import WorkerHalf
-from backhaul.protocols.options import parse_options
+from backhaul.connector.worker_kind import known_kind, sibling_roles
+from backhaul.protocols.options import WorkerKind, parse_options
 from backhaul.transfer.registry import open_store
 
 if TYPE_CHECKING:
@@ -66,23 +68,27 @@ class BackhaulConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             facts = engine_facts(vllm_config, kv_cache_config)
             events = vllm_config.kv_events_config
+            kind = known_kind(options.worker_kind, sibling_roles())
             self._scheduler = SchedulerHalf(
                 facts,
                 options,
                 store,
                 loads=transfer.is_kv_consumer,
                 publishes=transfer.is_kv_producer,
+                kind=kind,
                 kv_events=bool(events and events.enable_kv_cache_events),
             )
             logger.info(
-                "backhaul: store %s, policy %s, role %s, boundary grid %d tokens, domain %s",
+                "backhaul: store %s, policy %s, role %s, worker kind %s, boundary grid %d tokens, "
+                "domain %s",
                 options.store,
                 options.policy,
                 transfer.kv_role,
+                kind or "as requests show",
                 facts.layout.boundary_tokens,
                 facts.domain.domain_id,
             )
-            self._say_what_cannot_be_shared(vllm_config)
+            self._say_what_cannot_be_shared(vllm_config, kind)
         else:
             layout = cache_layout(vllm_config, kv_cache_config)  # an unfit engine fails here
             parallel = vllm_config.parallel_config
@@ -90,16 +96,23 @@ class BackhaulConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker = WorkerHalf(options, store, rank, kv_cache_config, layout)
 
     @staticmethod
-    def _say_what_cannot_be_shared(vllm_config: VllmConfig) -> None:
+    def _say_what_cannot_be_shared(vllm_config: VllmConfig, kind: WorkerKind | None) -> None:
         """What is known at start without asking anybody; see ``Presence`` for the rest."""
         transfer, algorithm = (
             vllm_config.kv_transfer_config,
             vllm_config.cache_config.prefix_caching_hash_algo,
         )
         if not transfer.is_kv_producer:
-            logger.info(
+            logger.log(
+                logging.WARNING if kind is WorkerKind.DECODE else logging.INFO,
                 "backhaul: no publication path from here: kv_role %s publishes nothing; right for "
                 "prefill engines without U_end, for others use kv_both",
+                transfer.kv_role,
+            )
+        if not transfer.is_kv_consumer and kind is WorkerKind.PREFILL:
+            logger.warning(
+                "backhaul: no publication path to here: kv_role %s loads nothing, so no prompt of "
+                "this prefill engine goes on from what decode publishes; use kv_both",
                 transfer.kv_role,
             )
         if hashes_are_private(algorithm):

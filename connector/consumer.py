@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from backhaul.connector.catalog import Catalog
-from backhaul.connector.endpoints import deepest_usable
 from backhaul.connector.jobs import BlockHolds, Job, JobBook
 from backhaul.connector.messages import BlockRef, LoadJob
-from backhaul.connector.outcome import Answered, Limits, producer_age, reuse_of
+from backhaul.connector.outcome import Answered, producer_age, reuse_of
 from backhaul.connector.stats import StatsRecorder
 from backhaul.connector.tracking import Load, TrackedRequest
+from backhaul.protocols.candidates import Limits, deepest_usable
 from backhaul.protocols.checkpoint import Reason, primary_kind
 from backhaul.protocols.layout import CacheLayout, GroupKind, block_hash_index, required_blocks
 from backhaul.protocols.options import Options

@@ -13,7 +13,7 @@ recomputed would apply it twice), hence floor(N - 1) for P_end.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -177,12 +177,3 @@ def decode_end(*, committed: int, total_tokens: int, grid: int) -> int:
 def publishes_decode_end(reason: FinishReason | None, publish_on: Iterable[FinishReason]) -> bool:
     """Whether a request that ended for ``reason`` (None: preempted, error) publishes its D_end."""
     return reason is not None and reason in publish_on
-
-
-def deepest_usable(
-    boundaries: Iterable[int], *, local_tokens: int, limit_tokens: int, denied: Collection[int]
-) -> int:
-    """The boundary to load, or 0: the deepest one above the local hit, at most ``limit_tokens``
-    (one token must remain to be computed) and not denied after a failed load."""
-    usable = (b for b in boundaries if local_tokens < b <= limit_tokens and b not in denied)
-    return max(usable, default=0)

@@ -3,6 +3,7 @@
 A thread tells the store every few seconds that the engine is there, also while vLLM is idle, and
 learns who else is. A decode engine that starts before any prefill engine has no path until one
 shows up; that is found by the next turn of the thread, which a withheld publication brings forward.
+An engine that loads but only decodes is no way for others' publications.
 """
 
 from __future__ import annotations
@@ -13,15 +14,19 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from backhaul.connector.worker_kind import ObservedKind
 from backhaul.protocols.domain import DomainRecord
 from backhaul.protocols.errors import StoreError, StoreRejected
-from backhaul.protocols.options import NoPath
+from backhaul.protocols.options import NoPath, WorkerKind
 from backhaul.transfer.base import Member, Peers, Store
 
 logger = logging.getLogger("vllm.backhaul")
 
 _REFRESH_S = 15.0
 """Between two turns; the store forgets an engine after four of them."""
+_GRACE_S = 5.0
+"""Before the second turn where the first one found nobody: engines are often started together, so
+nothing is said until then."""
 _NUDGE_S = 0.5
 """Least time between two turns, however often one is asked for."""
 _TIMEOUT_S = 2.0
@@ -75,13 +80,12 @@ def has_path(known: Known, *, loads: bool, own_prefill: bool) -> bool:
 
 def problem(known: Known, *, domain: str, store: str, no_path: NoPath) -> str:
     """One line that says why there is no path and what follows; "" where there is one."""
-    if known.state is PathState.UNREACHABLE:
-        why = f"store {store} cannot be reached ({known.detail}); check option 'store'"
-    elif known.state is PathState.REFUSED:
-        why = f"store {store} refuses this engine ({known.detail})"
-    elif known.state is PathState.NO_LOADER:
+    why = _out_of_reach(known, store)
+    if known.state is PathState.NO_LOADER:
         others = [one for one in known.peers.elsewhere if one.loaders]
-        why = f"no other engine that loads uses domain {domain} of store {store}"
+        why = f"no other engine that loads and prefills uses domain {domain} of store {store}"
+        if known.peers.decode_loaders:
+            why += f" ({known.peers.decode_loaders} that load from there only decode)"
         for one in others[:1]:
             why += (
                 f", but {one.loaders} in domain {one.domain}, where {one.field} is "
@@ -89,7 +93,7 @@ def problem(known: Known, *, domain: str, store: str, no_path: NoPath) -> str:
             )
         if not others:
             why += " yet; prefill engines need kv_role kv_consumer or kv_both and this store"
-    else:
+    if not why:
         return ""
     then = (
         "decode ends are not kept until that changes and counted as no_publication_path"
@@ -97,6 +101,20 @@ def problem(known: Known, *, domain: str, store: str, no_path: NoPath) -> str:
         else "decode ends are published all the same and counted in pathless_publications"
     )
     return f"backhaul: no publication path: {why}; {then}"
+
+
+def loading_problem(known: Known, *, store: str) -> str:
+    """One line that says why this engine can load nothing; "" where it can."""
+    why = _out_of_reach(known, store)
+    return why and f"backhaul: no publication path to here: {why}; nothing is loaded meanwhile"
+
+
+def _out_of_reach(known: Known, store: str) -> str:
+    if known.state is PathState.UNREACHABLE:
+        return f"store {store} cannot be reached ({known.detail}); check option 'store'"
+    if known.state is PathState.REFUSED:
+        return f"store {store} refuses this engine ({known.detail})"
+    return ""
 
 
 class Presence:
@@ -111,6 +129,7 @@ class Presence:
         address: str,
         no_path: NoPath,
         wants_path: bool,
+        kind: WorkerKind | None = None,
         refresh_s: float = _REFRESH_S,
         say: Callable[[str], None] = logger.warning,
     ) -> None:
@@ -118,10 +137,12 @@ class Presence:
         Args:
             address: the store's, for people.
             wants_path: the engine publishes decode ends.
+            kind: what it serves; None: what ``saw_request`` shows.
         """
         self._store = store
         self._record = record
-        self._member = member
+        self._member = member._replace(decodes_only=kind is WorkerKind.DECODE)
+        self._observed = ObservedKind() if kind is None else None
         self._address = address
         self._no_path = no_path
         self._wants_path = wants_path
@@ -129,6 +150,7 @@ class Presence:
         self._say = say
         self._known = Known()
         self._missed = False  # a publication was withheld or found nobody
+        self._turns_alone = 0
         self._said: set[PathState] = set()
         self._wake = threading.Event()
         self._closing = threading.Event()
@@ -138,6 +160,15 @@ class Presence:
     def has_path(self, *, own_prefill: bool) -> bool:
         """See the function of that name."""
         return has_path(self._known, loads=self._member.loads, own_prefill=own_prefill)
+
+    def saw_request(self, *, handed_over: bool) -> None:
+        """A request came, its prompt computed by another engine or to be computed here."""
+        if self._observed is None:
+            return
+        decodes_only = self._observed.saw(handed_over=handed_over)
+        if decodes_only != self._member.decodes_only:
+            self._member = self._member._replace(decodes_only=decodes_only)
+            self._wake.set()
 
     def missed(self) -> None:
         """A decode end had no path: ask again soon."""
@@ -155,7 +186,8 @@ class Presence:
     def _run(self) -> None:
         while not self._closing.is_set():
             self._turn()
-            self._wake.wait(self._refresh_s)
+            first = self._turns_alone == 1
+            self._wake.wait(min(_GRACE_S, self._refresh_s) if first else self._refresh_s)
             if self._wake.is_set():
                 self._closing.wait(_NUDGE_S)
             self._wake.clear()
@@ -177,14 +209,19 @@ class Presence:
             logger.exception("backhaul: unexpected error while joining the store")
         else:
             self._known = Known(judge(peers), peers)
+        alone = self._known.state is PathState.NO_LOADER
+        self._turns_alone = self._turns_alone + 1 if alone else 0
         self._speak()
 
     def _speak(self) -> None:
         """Each state once; a path that was found ends the matter and lets it be said again."""
         known = self._known
-        if not self._wants_path:
+        if not self._wants_path and not self._member.loads:
             return
-        if known.state is PathState.OPEN:
+        if known.state is PathState.OPEN or (
+            # Whoever only loads needs nothing but the store.
+            known.state is PathState.NO_LOADER and not self._wants_path
+        ):
             self._missed = False
             if self._said:
                 self._say(
@@ -195,11 +232,15 @@ class Presence:
             return
         if known.state is PathState.NO_LOADER and not self._is_sure(known.peers):
             return
-        line = problem(
-            known,
-            domain=self._record.domain_id,
-            store=self._address,
-            no_path=self._no_path,
+        line = (
+            problem(
+                known,
+                domain=self._record.domain_id,
+                store=self._address,
+                no_path=self._no_path,
+            )
+            if self._wants_path
+            else loading_problem(known, store=self._address)
         )
         if line and known.state not in self._said:
             self._said.add(known.state)
@@ -207,6 +248,9 @@ class Presence:
 
     def _is_sure(self, peers: Peers) -> bool:
         """An engine that loads as well may be alone and its own prefill: it has no path only where
-        a request showed it, or where those who load are seen to be elsewhere."""
-        loaders_elsewhere = any(one.loaders for one in peers.elsewhere)
-        return not self._member.loads or self._missed or loaders_elsewhere
+        it is known to decode only, a request showed it, or those who load are seen to be elsewhere.
+        """
+        if self._missed or any(one.loaders for one in peers.elsewhere):
+            return True
+        its_own = self._member.loads and not self._member.decodes_only
+        return not its_own and self._turns_alone > 1

@@ -31,17 +31,17 @@ from backhaul.connector.outcome import (
     Outcome,
     count_outcome,
     matched_tokens,
-    tag_candidates,
 )
 from backhaul.connector.presence import Presence
 from backhaul.connector.publisher import Publisher
 from backhaul.connector.request_log import RequestLog
 from backhaul.connector.stats import BackhaulStats, StatsRecorder, series
 from backhaul.connector.tracking import Load, TrackedRequest
+from backhaul.protocols.candidates import tag_candidates
 from backhaul.protocols.checkpoint import UNKNOWN_WORK, Reason, primary_kind
 from backhaul.protocols.match_history import MatchHistory, observe
 from backhaul.protocols.metrics import NONE
-from backhaul.protocols.options import FinishReason, Options
+from backhaul.protocols.options import FinishReason, Options, WorkerKind
 from backhaul.protocols.record import (
     Candidate,
     LoggedRequest,
@@ -75,9 +75,14 @@ class SchedulerHalf:
         *,
         loads: bool,
         publishes: bool,
+        kind: WorkerKind | None = None,
         kv_events: bool = False,
     ) -> None:
-        """``kv_events``: the user enabled vLLM's KV events."""
+        """
+        Args:
+            kind: which part of requests the engine serves; None: they will show.
+            kv_events: the user enabled vLLM's KV events.
+        """
         self._facts = facts
         self._chunks = facts.chunks
         self._options = options
@@ -103,7 +108,10 @@ class SchedulerHalf:
             Member(facts.engine_id, loads=loads, publishes=publishes),
             address=options.store,
             no_path=options.no_path,
-            wants_path=publishes and may_publish_decode(options.policy),
+            wants_path=publishes
+            and may_publish_decode(options.policy)
+            and kind is not WorkerKind.PREFILL,
+            kind=kind,
         )
         self._publisher = Publisher(
             options=options,
@@ -165,7 +173,9 @@ class SchedulerHalf:
         hints = parse_hints(params.get("backhaul"), request.num_prompt_tokens + dropped)
         for name in hints.rejected:
             self._stats.count("hints_rejected", name)
-        carried = params.get("do_remote_decode") or params.get("do_remote_prefill")
+        handed_over = bool(params.get("do_remote_prefill"))
+        self._presence.saw_request(handed_over=handed_over)
+        carried = params.get("do_remote_decode") or handed_over
         policy = hints.policy or self._options.policy
         tracked = TrackedRequest(
             request,

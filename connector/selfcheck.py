@@ -92,11 +92,16 @@ def is_property(item: Any) -> bool:
     return isinstance(item, property)
 
 
+_MULTI = "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector"
 _BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 _SCHEDULER = "vllm.v1.core.sched.scheduler"
 _HASHES = "vllm.v1.core.kv_cache_utils"
 
 SURFACES: tuple[Surface, ...] = (
+    Surface(
+        _MULTI, "MultiConnector.__init__", "the roles of sibling connectors",
+        parameters("vllm_config", "role", "kv_cache_config"),
+    ),
     Surface(
         _BASE, "KVConnectorBase_V1.__init__", "three-argument constructor",
         parameters("vllm_config", "role", "kv_cache_config"),

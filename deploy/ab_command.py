@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,6 +27,12 @@ if TYPE_CHECKING:
     from backhaul.benchmarks.ab import Arm, ArmReport, RequestReport
 
 TURNS_MAX = 1000
+CUT = "length"
+"""How a reply ends that reached its limit."""
+ADVICE = (
+    'Backhaul publishes their D_end only where publish_on has "length". Raise --max-tokens, or '
+    "make a model that does not stop by itself end its replies: see docs/ab.md"
+)
 
 
 def ab(
@@ -115,9 +122,8 @@ def ab(
 
     Exit code 0: measured; 1: a server could not be asked or failed; 2: wrong usage.
     """
-    from rich.console import Console
-
     from backhaul.benchmarks.ab import QUESTIONS, AbError, AbPlan, Arm, run_arm
+    from backhaul.deploy.console import Console
     from backhaul.deploy.terminal import print_json
 
     if reset_b and not b:
@@ -138,11 +144,19 @@ def ab(
         arms.append(Arm(name="B", url=b, reset=reset_b or ()))
     console = Console(stderr=as_json)
     reports: list[ArmReport] = []
+    seen: list[RequestReport] = []
+
+    def on_request(arm: Arm, r: RequestReport) -> None:
+        seen.append(r)
+        console.print(_progress(arm, r))
+
     try:
         for arm in arms:
-            reports.append(run_arm(arm, plan, lambda arm, r: console.print(_progress(arm, r))))
+            reports.append(run_arm(arm, plan, on_request))
     except AbError as error:
         print(f"backhaul: error: {error}", file=sys.stderr)
+        if cut := _cut(seen):  # histories of whole limits outgrow a model's context
+            print(f"{cut} replies were cut at --max-tokens. {ADVICE}", file=sys.stderr)
         raise typer.Exit(1) from None
     result = {"turns": turns, "arms": [_as_dict(report) for report in reports]}
     if out is not None:
@@ -158,7 +172,7 @@ def ab(
     if len(reports) == 2:
         console.print(_comparison(*reports))
     for line in _remarks(reports, salt=salt):
-        console.print(line, style="yellow", highlight=False, soft_wrap=True)
+        console.print(line, style="yellow", soft_wrap=True)
 
 
 def _questions(path: Path) -> list[str]:
@@ -194,7 +208,8 @@ def _progress(arm: Arm, r: RequestReport) -> str:
     cached = _count(r.cached_tokens)
     return (
         f"{arm.name} {r.turn}: {r.prompt_tokens:,} prompt tokens, {cached} cached, "
-        f"{r.completion_tokens:,} generated, first after {r.ttft_s:.2f} s"
+        f"{r.completion_tokens:,} generated{' and cut' if r.finish_reason == CUT else ''}, "
+        f"first after {r.ttft_s:.2f} s"
     )
 
 
@@ -275,10 +290,10 @@ def _remarks(reports: list[ArmReport], *, salt: bool) -> list[str]:
                 f"{report.name} had {requests[0].cached_tokens:,} tokens of the first prompt "
                 "cached: it has met this dialogue before; --salt keeps it apart (vLLM)"
             )
-        cut = sum(r.finish_reason == "length" for r in requests)
-        if cut:
-            lines.append(
-                f"{report.name} cut {cut} replies at --max-tokens: checkpoints at the end of "
-                "decode are kept of replies that end by themselves"
-            )
+        if cut := _cut(requests):
+            lines.append(f"{report.name} cut {cut} replies at --max-tokens. {ADVICE}")
     return lines
+
+
+def _cut(requests: Iterable[RequestReport]) -> int:
+    return sum(r.finish_reason == CUT for r in requests)

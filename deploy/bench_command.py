@@ -101,9 +101,8 @@ def bench(
     Exit code 0: all arms are done; 1: an engine or the store failed; 2: an argument is wrong; 130:
     interrupted.
     """
-    from rich.console import Console
-
     from backhaul.benchmarks.reuse.run import MODEL, run_matrix
+    from backhaul.deploy.console import Console
     from backhaul.deploy.processes import ServiceError
 
     if not math.isfinite(scale):  # compares as in range

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from backhaul.deploy.console import Console
 from backhaul.deploy.conversation import Conversation, filler, load_encoder
 from backhaul.deploy.pair import Pair, Turn
 from backhaul.deploy.progress import StartProgress
@@ -85,7 +85,7 @@ def run_demo(
     """Run both arms and print the tables. Raises ``ServiceError`` where a service fails."""
     model = build_tiny_model(cache_dir / "tiny-hybrid")
     logs = Path(tempfile.mkdtemp(prefix="backhaul-demo-"))
-    console.print(f"Model [bold]{model}[/], logs in {logs}")
+    console.print(f"Model {model}, logs in {logs}", soft_wrap=True)
     console.rule("with Backhaul")
     script, with_backhaul = _arm(console, model, logs / "with", None)
     console.rule("without Backhaul: the same prompts, NIXL only")

@@ -38,8 +38,7 @@ def demo(
 
     Exit code 0: both ran; 1: a service failed; 2: wrong usage; 130: interrupted.
     """
-    from rich.console import Console
-
+    from backhaul.deploy.console import Console
     from backhaul.deploy.demo import run_demo
     from backhaul.deploy.processes import ServiceError
 

@@ -14,8 +14,7 @@ from backhaul.deploy.terminal import print_json
 from backhaul.protocols.errors import ConfigError, StoreError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
+    from backhaul.deploy.console import Console
     from backhaul.deploy.diagnosis import EngineView
     from backhaul.deploy.domain_rows import Row
     from backhaul.deploy.findings import Finding
@@ -272,12 +271,12 @@ def _print(
     rows: list[Row],
     seen: Sequence[Seen],
 ) -> None:
-    from rich.console import Console
     from rich.text import Text
 
+    from backhaul.deploy.console import Console
     from backhaul.deploy.domain_rows import domain_table
 
-    console: Console = Console(highlight=False)
+    console: Console = Console()
     for one in findings:
         line = Text.assemble((f"{one.level.value:<8}", _STYLES[one.level]), f"{one.check}: ")
         line.append(one.says)

@@ -141,18 +141,24 @@ def _look_up(
     store: str, domain: str, subject: Subject, cache_salt: str, timeout_s: float
 ) -> tuple[DomainInfo, Explanation]:
     from backhaul.deploy.explanation import explain as explain_prompt
-    from backhaul.deploy.prompt_lookup import differing_fields, domain_of, look_up
+    from backhaul.deploy.prompt_lookup import (
+        ask,
+        differing_fields,
+        domain_of,
+        look_up,
+        prompt_hashes,
+    )
     from backhaul.transfer.backends.inspector import StoreInspector
     from backhaul.transfer.base import Visibility
 
     with StoreInspector(store, timeout_s=timeout_s) as inspector:
         domains = inspector.domains()
         info = domain_of(domains, subject, domain)
-        found = look_up(
-            inspector, subject, info, cache_salt=cache_salt, visibilities=frozenset(Visibility)
-        )
+        hashes = prompt_hashes(subject, info, cache_salt)
+        matches = ask(inspector, hashes, info, subject.prompt_tokens)
+        found = look_up(inspector, hashes, visibilities=frozenset(Visibility))
     fields = differing_fields(domains, info)
-    return info, explain_prompt(found, info.id, subject.prompt_tokens, fields)
+    return info, explain_prompt(found, matches, info.id, subject.prompt_tokens, fields)
 
 
 def _against_logs(
@@ -164,7 +170,7 @@ def _against_logs(
     from backhaul.deploy.explanation import first_difference
     from backhaul.deploy.request_lines import find_closest, find_producer
 
-    if not (logs and subject.tokens):
+    if not (logs and subject.tokens) or document.get("full_match"):
         return None
     closest = document.get("closest_mismatch")
     other = find_producer(logs, closest["boundary"], closest["block_hash"]) if closest else None
@@ -190,13 +196,23 @@ def as_document(
     """What a lookup adds to the document that ``--json`` prints."""
     import msgspec
 
-    closest = explanation.closest
+    grid = info.record.layout.boundary_tokens
+    deepest = (subject.prompt_tokens - 1) // grid * grid  # one token is always computed
+    full = deepest > 0 and any(c.selected and c.boundary >= deepest for c in explanation.candidates)
+    closest = None if full else explanation.closest
     document: dict[str, Any] = {
         "domain": info.id,
-        "boundary_tokens": info.record.layout.boundary_tokens,
+        "boundary_tokens": grid,
+        "full_match": full,
         "candidates": [
-            {**msgspec.to_builtins(candidate), "common_tokens": common}
-            for candidate, common in zip(explanation.candidates, explanation.common, strict=True)
+            {
+                **msgspec.to_builtins(candidate),
+                "common_tokens": common,
+                "looked_up": place < explanation.looked_up,
+            }
+            for place, (candidate, common) in enumerate(
+                zip(explanation.candidates, explanation.common, strict=True)
+            )
         ],
         "strangers": explanation.strangers,
         "closest_mismatch": None,
@@ -215,6 +231,7 @@ def as_document(
             "age_s": round(closest.age_s, 3),
             "common_tokens": start,
             "block": [start, min(start + block, subject.prompt_tokens)],
+            "block_is_whole": start + block <= subject.prompt_tokens,
             "before": reader.decode(tokens[max(start - 12, 0) : start]),
             "prompt_block": reader.decode(tokens[start : start + block]),
         }

@@ -19,7 +19,17 @@ def print_request(record: Mapping[str, Any]) -> None:
             print(f"  {name + ' tokens':<18}{record[f'{name}_tokens']:>8}")
     if record.get("reason"):
         print(f"nothing was loaded: {record['reason']}")
-    print_candidates([one for one in record.get("candidates", ()) if isinstance(one, dict)])
+    candidates = [one for one in record.get("candidates", ()) if isinstance(one, dict)]
+    if candidates:
+        print_candidates(candidates)
+    elif record.get("other_tokens"):
+        print(
+            "Another connector brought this prompt, as on the decode leg of a P/D pair, so the "
+            "store was not asked.\nWhat the prompt reused is in the prefill leg's record: give "
+            "that engine's --request-log and the id that the client knows."
+        )
+    else:
+        print("The store knew no checkpoint that shares a block with this prompt.")
 
 
 def print_lookup(document: Mapping[str, Any]) -> None:
@@ -28,33 +38,39 @@ def print_lookup(document: Mapping[str, Any]) -> None:
     print(f"{length} tokens, domain {document['domain']}, boundaries every {grid} tokens: now")
     if length <= grid:
         print("The prompt ends before the first boundary, so it can reuse nothing.")
-    print_candidates(document["candidates"])
+    if document["candidates"]:
+        print_candidates(document["candidates"])
+    else:
+        print("The store knows no checkpoint that shares a block with this prompt.")
     if document["strangers"]:
         print(f"At least {document['strangers']} more share not even the first block.")
+    if document["full_match"]:
+        print("Every whole block of this prompt matches: no more of it can be reused.")
     closest = document["closest_mismatch"]
     if closest is None:
         return
     first, end = closest["block"]
+    shared = closest["common_tokens"]
     print(
         f"\nClosest that does not match: {','.join(closest['kinds'])} at {closest['boundary']} of "
         f"{closest['producer'] or 'an unknown producer'}, {format_age(closest['age_s'])} old.\n"
-        f"Both share the first {closest['common_tokens']} tokens."
+        f"Both share {f'the first {shared} tokens' if shared else 'no whole block'}."
     )
     if first >= length:
         print("The prompt ends there; the checkpoint goes on.")
         return
-    print(f"The first other token is one of tokens {first} to {end - 1} of this prompt.")
+    # What the prompt's end cuts off has no hash, so it may be the same.
+    cut = "" if closest["block_is_whole"] else ", or there is none and the checkpoint only goes on"
+    print(f"The first other token is one of tokens {first} to {end - 1} of this prompt{cut}.")
     if closest["prompt_block"]:
         print(f"  before   {closest['before']!r}\n  block    {closest['prompt_block']!r}")
 
 
 def print_candidates(candidates: list[dict[str, Any]]) -> None:
     """A table of candidates with their tags and the one reason."""
-    if not candidates:
-        print("The store knows no checkpoint that shares a block with this prompt.")
-        return
-    from rich.console import Console
     from rich.table import Table
+
+    from backhaul.deploy.console import Console
 
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for name in ("tokens", "ends", *_TAGS, "why not", "age"):
@@ -68,7 +84,7 @@ def print_candidates(candidates: list[dict[str, Any]]) -> None:
             str(one.get("reason") or one.get("passed_over") or "") + field,
             format_age(float(one.get("age_s", 0.0))),
         )
-    Console(highlight=False, width=None if sys.stdout.isatty() else 160).print(table)
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
 
 
 def print_difference(difference: Mapping[str, Any] | None, length: int) -> None:

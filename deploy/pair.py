@@ -201,7 +201,9 @@ class Pair:
                     name=name,
                     model=self.model,
                     cores=cores,
-                    kv_transfer_config=pair_config(store, **self.options),
+                    kv_transfer_config=pair_config(
+                        store, **({"worker_kind": name} | dict(self.options) if store else {})
+                    ),
                     args=self.engine_args,
                     env=self.engine_env,
                 ),

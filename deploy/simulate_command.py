@@ -147,7 +147,6 @@ def simulate(
 
     from contextlib import ExitStack
 
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
     from backhaul.benchmarks.reuse.arms import (
@@ -161,6 +160,7 @@ def simulate(
     from backhaul.benchmarks.reuse.deployment import Deployment, Routing
     from backhaul.benchmarks.reuse.model_shape import preset
     from backhaul.benchmarks.reuse.record import write_results
+    from backhaul.deploy.console import Console
 
     name = workload or (trace.stem if trace else "")
     shape = preset(model)
@@ -197,7 +197,7 @@ def simulate(
         file = stack.enter_context(output.open("ab")) if output else None
         progress = stack.enter_context(
             Progress(
-                TextColumn("{task.description}"),
+                TextColumn("{task.description}", markup=False),
                 BarColumn(),
                 MofNCompleteColumn(),
                 console=console,

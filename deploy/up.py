@@ -14,7 +14,7 @@ import httpx
 from backhaul.deploy.engines import Engine, EngineSpec, StoreDaemon, pair_config
 from backhaul.deploy.processes import Service, free_port
 from backhaul.protocols.errors import ConfigError
-from backhaul.protocols.options import parse_options
+from backhaul.protocols.options import WorkerKind, parse_options
 
 ENGINES_MAX = 64
 """More on one machine is a slip of the keyboard."""
@@ -176,7 +176,11 @@ def make_services(plan: UpPlan) -> Services:
     store = StoreDaemon(plan.log_dir, capacity=plan.capacity) if plan.with_backhaul else None
     device = "cuda" if plan.gpus else "cpu"
     uri = store.uri if store else None
-    config = pair_config(uri, buffer_device=device, **plan.connector_options)
+
+    def config(kind: WorkerKind) -> dict[str, object]:
+        options = {"worker_kind": kind, **plan.connector_options} if uri else {}
+        return pair_config(uri, buffer_device=device, **options)
+
     cores = list(plan.cores) or _one_core_each(plan.engines)
     engines = [
         Engine(
@@ -186,7 +190,9 @@ def make_services(plan: UpPlan) -> Services:
                 cores="" if plan.gpus else cores[i],
                 gpus=plan.gpus[i] if plan.gpus else "",
                 port=free_port() if plan.first_engine_port is None else plan.first_engine_port + i,
-                kv_transfer_config=config,
+                kv_transfer_config=config(
+                    WorkerKind.PREFILL if i < plan.prefill else WorkerKind.DECODE
+                ),
                 args=plan.engine_args,
             ),
             plan.log_dir,

@@ -31,8 +31,7 @@ from backhaul.deploy.proxy_command import DEFAULT_LISTEN, check_further_argument
 from backhaul.protocols.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
+    from backhaul.deploy.console import Console
     from backhaul.deploy.up import UpPlan
 
 
@@ -130,8 +129,7 @@ def up(
 
     Exit code 1: a service failed; 2: wrong usage; 130: Ctrl-C; 143: SIGTERM.
     """
-    from rich.console import Console
-
+    from backhaul.deploy.console import Console
     from backhaul.deploy.processes import ServiceError, free_port
     from backhaul.deploy.up import UpPlan
     from backhaul.transfer.daemon.ports import listen_on
@@ -194,7 +192,7 @@ def run(console: Console, plan: UpPlan, *, tiny: bool, start_timeout_s: float) -
     services = make_services(plan)
     progress = StartProgress()
     cluster = Cluster(services.all, timeout_s=start_timeout_s, on_progress=progress.update)
-    console.print(f"Model [bold]{plan.model}[/], logs in {plan.log_dir}", soft_wrap=True)
+    console.print(f"Model {plan.model}, logs in {plan.log_dir}", soft_wrap=True)
     with contextlib.ExitStack() as stack:
         if console.is_terminal:
             with Live(progress.table(), console=console, refresh_per_second=4) as live:
@@ -204,7 +202,7 @@ def run(console: Console, plan: UpPlan, *, tiny: bool, start_timeout_s: float) -
             progress.on_line = console.print
             stack.enter_context(cluster)
         for line in _lines([(s.name, services.urls[s.name], s.log_path) for s in services.all]):
-            console.print(line, soft_wrap=True, highlight=False, markup=False)
+            console.print(line, soft_wrap=True)
         console.print(
             f"Ready after {time.monotonic() - progress.started:.0f} s. "
             f"export OPENAI_BASE_URL={services.proxy.url}/v1; model {plan.model.name}; "

@@ -33,6 +33,16 @@ class NoPath(enum.StrEnum):
     """It is published, for whoever comes later, and reported."""
 
 
+class WorkerKind(enum.StrEnum):
+    """Which part of requests an engine serves."""
+
+    PREFILL = "prefill"
+    """A conversation's next prompt begins here."""
+    DECODE = "decode"
+    """Prompts arrive computed by a prefill worker, so the next one does not begin here."""
+    BOTH = "both"
+
+
 class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Options of one engine. Defaults are right for a P/D pair on a local network.
 
@@ -42,6 +52,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         publish_on: finish reasons whose D_end is published.
         no_path: what becomes of D_end while no engine that loads is known to the store, or the
             store cannot be reached: not kept, or published and reported.
+        worker_kind: what this engine serves; who only decodes is no way back for others. Unset: by
+            the role of a connector beside this one in ``MultiConnector`` that hands prompts over,
+            else by what the requests show.
         publish_prompt_end: also publish P_end. Unset: only where the store has to carry
             prefill -> decode (no other connector does) or the policy is ``main_sparse``.
         stream_ahead: send finished attention blocks while the request still decodes.
@@ -66,6 +79,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     policy: Policy = Policy.BOTH
     publish_on: tuple[FinishReason, ...] = (FinishReason.STOP,)
     no_path: NoPath = NoPath.REPORT
+    worker_kind: WorkerKind | None = None
     publish_prompt_end: bool | None = None
     stream_ahead: bool = True
     stream_min_bytes: Annotated[int, msgspec.Meta(ge=1)] = 1 << 20
@@ -107,6 +121,7 @@ def parse_options(raw: Mapping[str, Any]) -> Options:
         valid = {
             "policy": ", ".join(Policy),
             "no_path": ", ".join(NoPath),
+            "worker_kind": ", ".join(WorkerKind),
             "publish_on": "a list of " + ", ".join(FinishReason),
         }.get(name)
         hint = f"; valid: {valid}" if valid else ""

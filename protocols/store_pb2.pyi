@@ -34,18 +34,20 @@ class HelloReply(_message.Message):
     def __init__(self, instance_id: _Optional[str] = ..., agent_name: _Optional[str] = ..., agent_metadata: _Optional[bytes] = ..., pool_address: _Optional[int] = ..., capacity_bytes: _Optional[int] = ..., publication_ttl_s: _Optional[float] = ..., lease_ttl_max_s: _Optional[float] = ...) -> None: ...
 
 class OpenDomainRequest(_message.Message):
-    __slots__ = ("record", "member", "loads", "publishes", "client_name")
+    __slots__ = ("record", "member", "loads", "publishes", "decodes_only", "client_name")
     RECORD_FIELD_NUMBER: _ClassVar[int]
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     LOADS_FIELD_NUMBER: _ClassVar[int]
     PUBLISHES_FIELD_NUMBER: _ClassVar[int]
+    DECODES_ONLY_FIELD_NUMBER: _ClassVar[int]
     CLIENT_NAME_FIELD_NUMBER: _ClassVar[int]
     record: bytes
     member: str
     loads: bool
     publishes: bool
+    decodes_only: bool
     client_name: str
-    def __init__(self, record: _Optional[bytes] = ..., member: _Optional[str] = ..., loads: _Optional[bool] = ..., publishes: _Optional[bool] = ..., client_name: _Optional[str] = ...) -> None: ...
+    def __init__(self, record: _Optional[bytes] = ..., member: _Optional[str] = ..., loads: _Optional[bool] = ..., publishes: _Optional[bool] = ..., decodes_only: _Optional[bool] = ..., client_name: _Optional[str] = ...) -> None: ...
 
 class OtherDomain(_message.Message):
     __slots__ = ("domain_id", "field", "ours", "theirs", "loaders", "publishers")
@@ -64,30 +66,34 @@ class OtherDomain(_message.Message):
     def __init__(self, domain_id: _Optional[str] = ..., field: _Optional[str] = ..., ours: _Optional[str] = ..., theirs: _Optional[str] = ..., loaders: _Optional[int] = ..., publishers: _Optional[int] = ...) -> None: ...
 
 class OpenDomainReply(_message.Message):
-    __slots__ = ("domain_id", "loaders", "publishers", "elsewhere")
+    __slots__ = ("domain_id", "loaders", "publishers", "elsewhere", "decode_loaders")
     DOMAIN_ID_FIELD_NUMBER: _ClassVar[int]
     LOADERS_FIELD_NUMBER: _ClassVar[int]
     PUBLISHERS_FIELD_NUMBER: _ClassVar[int]
     ELSEWHERE_FIELD_NUMBER: _ClassVar[int]
+    DECODE_LOADERS_FIELD_NUMBER: _ClassVar[int]
     domain_id: str
     loaders: int
     publishers: int
     elsewhere: _containers.RepeatedCompositeFieldContainer[OtherDomain]
-    def __init__(self, domain_id: _Optional[str] = ..., loaders: _Optional[int] = ..., publishers: _Optional[int] = ..., elsewhere: _Optional[_Iterable[_Union[OtherDomain, _Mapping]]] = ...) -> None: ...
+    decode_loaders: int
+    def __init__(self, domain_id: _Optional[str] = ..., loaders: _Optional[int] = ..., publishers: _Optional[int] = ..., elsewhere: _Optional[_Iterable[_Union[OtherDomain, _Mapping]]] = ..., decode_loaders: _Optional[int] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
-    __slots__ = ("domain_id", "boundary_hashes", "above_tokens", "lease_s", "wait_s")
+    __slots__ = ("domain_id", "boundary_hashes", "above_tokens", "lease_s", "wait_s", "peek")
     DOMAIN_ID_FIELD_NUMBER: _ClassVar[int]
     BOUNDARY_HASHES_FIELD_NUMBER: _ClassVar[int]
     ABOVE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
     WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    PEEK_FIELD_NUMBER: _ClassVar[int]
     domain_id: str
     boundary_hashes: _containers.RepeatedScalarFieldContainer[bytes]
     above_tokens: int
     lease_s: float
     wait_s: float
-    def __init__(self, domain_id: _Optional[str] = ..., boundary_hashes: _Optional[_Iterable[bytes]] = ..., above_tokens: _Optional[int] = ..., lease_s: _Optional[float] = ..., wait_s: _Optional[float] = ...) -> None: ...
+    peek: bool
+    def __init__(self, domain_id: _Optional[str] = ..., boundary_hashes: _Optional[_Iterable[bytes]] = ..., above_tokens: _Optional[int] = ..., lease_s: _Optional[float] = ..., wait_s: _Optional[float] = ..., peek: _Optional[bool] = ...) -> None: ...
 
 class Match(_message.Message):
     __slots__ = ("boundary", "kinds", "consumable", "reason", "age_s", "producer", "field", "domain_id", "retained", "hash_matched", "hits")

@@ -8,6 +8,7 @@ added under ``kv_transfer_params["backhaul"]["prefill"]``. All else is left as i
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,6 +36,31 @@ def rewrite_answer(endpoint: Endpoint, answer: bytes, prefill: PrefillAnswer) ->
     _put_usage_right(body.get("usage"), prefill)
     _put_record(body, prefill)
     return encode_body(body)
+
+
+RECORD_HEADER_BYTES_MAX = 3072
+"""Reverse proxies commonly take 4 KiB for all headers of an answer together."""
+
+
+def record_header(record: Mapping[str, Any]) -> bytes | None:
+    """Prefill's record as a header's value: JSON in ASCII. What is too long goes without its
+    longest members; None where nothing of it fits."""
+    members: list[str] = []
+    for name, value in record.items():
+        try:
+            member = f"{json.dumps(name)}:{json.dumps(value, separators=(',', ':'))}"
+        except (ValueError, RecursionError):
+            continue
+        members.append(member.replace("\x7f", "\\u007f"))  # which no header may hold
+    left = RECORD_HEADER_BYTES_MAX - len("{}")
+    kept: set[int] = set()
+    for index in sorted(range(len(members)), key=lambda i: len(members[i])):
+        left -= len(members[index]) + len(",")
+        if left < 0:
+            break
+        kept.add(index)
+    text = ",".join(members[index] for index in sorted(kept))
+    return f"{{{text}}}".encode("ascii") if text else None
 
 
 def rewrite_event(event: bytes, prefill: PrefillAnswer) -> bytes:
@@ -76,7 +102,7 @@ def _put_usage_right(usage: Any, prefill: PrefillAnswer) -> None:
             usage[name] = dict(prefill.details) if prefill.details else None
         elif isinstance(usage[name], dict):
             # Required by the Responses API, so what is unknown is 0.
-            usage[name] = usage[name] | (prefill.details or {"cached_tokens": 0})
+            usage[name] = usage[name] | {"cached_tokens": 0} | (prefill.details or {})
 
 
 def _put_messages_usage_right(usage: dict[str, Any], prefill: PrefillAnswer) -> None:

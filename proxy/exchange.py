@@ -25,6 +25,7 @@ from backhaul.proxy.answers import (
     error_event,
     error_status_of,
     is_preamble,
+    record_header,
     rewrite_answer,
     rewrite_event,
 )
@@ -407,7 +408,9 @@ class Exchange:
         if self._handover is not None:
             kept.append((b"x-backhaul-handover", str(self._handover).encode()))
         if prefill is not None and prefill.record is not None:
-            kept.append((b"x-backhaul-prefill", encode_body(dict(prefill.record))))
+            told = record_header(prefill.record)
+            if told is not None:
+                kept.append((b"x-backhaul-prefill", told))
         self._begun = True
         await self._send({"type": "http.response.start", "status": status, "headers": kept})
 

@@ -88,7 +88,7 @@ class PrefillAnswer:
         record: Backhaul's record of what prefill reused; None where it does not run there.
         token_ids: the prompt as rendered; None where the worker did not tell.
         cached_tokens: prompt tokens that prefill did not compute; None where not told.
-        details: the usage's details of the prompt, as sent.
+        details: the usage's details of the prompt, as sent, without a count that is none.
     """
 
     params: Mapping[str, Any]
@@ -197,12 +197,36 @@ def prefill_body(endpoint: Endpoint, body: Mapping[str, Any]) -> dict[str, Any]:
     return leg | {"max_tokens": 1, "return_token_ids": True}
 
 
+COUNT_MAX = 2**53
+"""Above it, JSON readers and metrics hold no whole numbers; no prompt is so long."""
+TOKEN_ID_MAX = 2**31 - 1
+LEVELS_MAX = 16
+"""How deep transfer parameters may nest; vLLM's take three levels, Backhaul's record three more."""
+
+
+def count_of(value: Any) -> int | None:
+    """A number of tokens as a worker told it; None for what is none."""
+    return value if type(value) is int and 0 <= value <= COUNT_MAX else None
+
+
+def _nests_within(value: Any, levels: int) -> bool:
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, list):
+        return True
+    return levels > 0 and all(
+        _nests_within(one, levels - 1) for one in value if isinstance(one, dict | list)
+    )
+
+
 def read_prefill(endpoint: Endpoint, answer: Any) -> PrefillAnswer | None:
     """Read the prefill leg's JSON; None where prefill neither holds its blocks for decode nor runs
-    Backhaul."""
+    Backhaul. Counts and token ids that cannot be any are as if they were not told."""
     if not isinstance(answer, dict) or not isinstance(answer.get("kv_transfer_params"), dict):
         return None
     params = dict(answer["kv_transfer_params"])
+    if not _nests_within(params, LEVELS_MAX):
+        return None
     record = params.pop("backhaul", None)
     told = record.pop("prompt_token_ids", None) if isinstance(record, dict) else None
     if not params.get("do_remote_prefill"):
@@ -210,13 +234,12 @@ def read_prefill(endpoint: Endpoint, answer: Any) -> PrefillAnswer | None:
     if not params and not isinstance(record, dict):
         return None
     length, details = _prompt_usage(endpoint, answer.get("usage"))
-    cached = details.get("cached_tokens") if details else None
     return PrefillAnswer(
         params=params,
         record=record if isinstance(record, dict) else None,
         token_ids=_ids(told) if endpoint is Endpoint.MESSAGES else _token_ids(endpoint, answer),
         prompt_tokens=length,
-        cached_tokens=cached if isinstance(cached, int) else None,
+        cached_tokens=count_of(details.get("cached_tokens")) if details else None,
         details=details,
     )
 
@@ -230,28 +253,31 @@ def _prompt_usage(endpoint: Endpoint, usage: Any) -> tuple[int, dict[str, Any] |
     if not isinstance(usage, dict):
         return 0, None
     if endpoint is Endpoint.MESSAGES:
-        cached = usage.get(CACHE_COUNTS[0])
-        details = {"cached_tokens": cached} if isinstance(cached, int) else None
-        return messages_prompt_tokens(usage), details
+        cached = {"cached_tokens": usage.get(CACHE_COUNTS[0])}
+        return messages_prompt_tokens(usage), _told_details(cached)
     prefix = "input" if endpoint is Endpoint.RESPONSES else "prompt"
-    length, details = usage.get(f"{prefix}_tokens"), usage.get(f"{prefix}_tokens_details")
-    return (
-        length if isinstance(length, int) else 0,
-        details if isinstance(details, dict) else None,
-    )
+    length = count_of(usage.get(f"{prefix}_tokens")) or 0
+    return length, _told_details(usage.get(f"{prefix}_tokens_details"))
+
+
+def _told_details(details: Any) -> dict[str, Any] | None:
+    if not isinstance(details, dict) or not _nests_within(details, LEVELS_MAX):
+        return None
+    if count_of(details.get("cached_tokens")) is None:
+        details = {name: value for name, value in details.items() if name != "cached_tokens"}
+    return details or None
 
 
 def messages_prompt_tokens(usage: Mapping[str, Any]) -> int:
     """All tokens of the prompt in a usage of the Messages API."""
-    counts = (usage.get(name) for name in ("input_tokens", *CACHE_COUNTS))
-    return sum(count for count in counts if isinstance(count, int))
+    return sum(count_of(usage.get(name)) or 0 for name in ("input_tokens", *CACHE_COUNTS))
 
 
 def _input_end(record: Mapping[str, Any] | None) -> int | None:
     """U_end as the connector's record tells it (see ``protocols.record.InputEnd``)."""
     told = record.get("input_end") if record else None
     given = told.get("given") if isinstance(told, dict) else None
-    return given if type(given) is int else None
+    return count_of(given)
 
 
 def _chosen_ends(record: Mapping[str, Any] | None) -> list[str] | None:
@@ -280,7 +306,9 @@ def _token_ids(endpoint: Endpoint, answer: Mapping[str, Any]) -> tuple[int, ...]
 
 
 def _ids(ids: Any) -> tuple[int, ...] | None:
-    if not isinstance(ids, list) or not ids or any(type(token) is not int for token in ids):
+    if not isinstance(ids, list) or not ids:
+        return None
+    if any(type(token) is not int or not 0 <= token <= TOKEN_ID_MAX for token in ids):
         return None
     return tuple(ids)
 

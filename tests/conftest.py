@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 from hypothesis import HealthCheck, settings
@@ -11,6 +12,11 @@ import backhaul.protocols
 # On a busy machine an example may take any time: how long one takes is no property of the code.
 settings.register_profile("backhaul", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("backhaul")
+
+# A shell's background jobs ignore SIGINT, and what they start inherits that: the commands that
+# tests start and interrupt would never hear of it.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_report_header() -> str:

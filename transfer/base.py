@@ -220,16 +220,18 @@ class DomainInfo(NamedTuple):
 
 
 class Member(NamedTuple):
-    """An engine that uses a domain. ``name`` is unique; without any role it leaves."""
+    """An engine that uses a domain. ``name`` is unique; without any role it leaves.
+    ``decodes_only``: prompts reach it computed, so what it could load brings no conversation on."""
 
     name: str
     loads: bool
     publishes: bool
+    decodes_only: bool = False
 
 
 class Elsewhere(NamedTuple):
     """Engines of another domain, and the first field in which it differs, with both values; the
-    field is "" where bytes of either can be converted."""
+    field is "" where bytes of either can be converted. ``loaders`` as in ``Peers``."""
 
     domain: DomainId
     field: str
@@ -245,12 +247,15 @@ class Peers:
 
     Attributes:
         known: False where the backend keeps no such table; the rest means nothing then.
-        loaders, publishers: engines of the same domain, without the one that asks.
+        loaders: engines of the same domain that load and may prefill, without the one that asks.
+        decode_loaders: those that load and only decode.
+        publishers: those that publish.
         elsewhere: other domains that somebody uses.
     """
 
     known: bool = True
     loaders: int = 0
+    decode_loaders: int = 0
     publishers: int = 0
     elsewhere: tuple[Elsewhere, ...] = ()
 

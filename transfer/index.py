@@ -122,6 +122,15 @@ class LookupAnswer(NamedTuple):
     extent: Extent = Extent()
 
 
+class _Found(NamedTuple):
+    """What a prefix meets: ``usable`` may be leased, ``used`` are those and what they extend."""
+
+    matches: tuple[CheckpointMatch, ...]
+    usable: list[Checkpoint]
+    used: list[Checkpoint]
+    extent: Extent
+
+
 class BlockIndex:
     """See the module's docstring. Not thread-safe; every call returns at once."""
 
@@ -403,32 +412,13 @@ class BlockIndex:
             self.leases.check_room()
         self.counters["lookups"] += 1
         self.admission.credit(len(boundary_hashes) * domain.boundary_tokens)
-        usable: list[Checkpoint] = []
-        matches: list[CheckpointMatch] = []
-        unusable = 0
-        for boundary, block_hash in self.checkpoints.known(domain, boundary_hashes):
-            checkpoint = domain.checkpoints.get(block_hash)
-            if checkpoint is not None and checkpoint.visible and checkpoint.boundary == boundary:
-                if boundary > above_tokens and len(usable) < MATCHES_MAX:
-                    usable.append(checkpoint)
-                    matches.append(consumable(checkpoint, now))
-                if usable:  # this one, or one that extends it, was hit
-                    checkpoint.used_at = now
-            elif boundary > above_tokens and unusable < MATCHES_MAX:
-                match = self.checkpoints.unusable(domain, boundary, block_hash, now)
-                if match is not None:
-                    unusable += 1
-                    matches.append(match)
-        if usable:
-            reach = len(boundary_hashes) * domain.boundary_tokens
-            matches = with_diverged(matches, usable[0], above_tokens, reach, now)
-        deepest = usable[0].boundary if usable else 0
-        extent = matched_extent(domain, boundary_hashes, deepest)
-        incomplete = incomplete_ends(domain, boundary_hashes, extent, deepest)
-        matches = with_incomplete(matches, incomplete, above_tokens)
+        found = self._find(domain, boundary_hashes, above_tokens, now)
+        usable = found.usable
+        for checkpoint in found.used:
+            checkpoint.used_at = now
         self._count_hit(usable)
-        self._count_candidates(matches)
-        for match in matches:
+        self._count_candidates(found.matches)
+        for match in found.matches:
             if match.reason is not None:
                 self.checkpoints.recent.note(
                     now, "not consumable", match.reason, domain_id, match.boundary, match.kinds
@@ -439,7 +429,18 @@ class BlockIndex:
             lease = self.leases.grant(domain, tuple(usable), now + lease_s)
             self._deadlines.push(lease)
             lease_id = lease.id
-        return LookupAnswer(tuple(matches), lease_id, awaited, extent)
+        return LookupAnswer(found.matches, lease_id, awaited, found.extent)
+
+    def peek(
+        self, domain_id: DomainId, boundary_hashes: Sequence[bytes], above_tokens: int, now: float
+    ) -> LookupAnswer:
+        """What ``lookup`` would answer, for people: nothing is leased, counted or touched."""
+        now = self.expire(now)
+        if (domain := self.domains.get(domain_id)) is None:
+            raise _unknown(domain_id)
+        check_hashes(boundary_hashes)
+        found = self._find(domain, boundary_hashes, above_tokens, now)
+        return LookupAnswer(found.matches, None, None, found.extent)
 
     def locate(self, lease_id: LeaseId, keys: Sequence[ObjectKey], now: float) -> list[Location]:
         """Where objects of the leased checkpoints lie, in the order of the keys."""
@@ -573,6 +574,36 @@ class BlockIndex:
         if shortened:  # otherwise the deadline that is queued already comes first
             self._deadlines.push(owner)
 
+    def _find(
+        self, domain: Domain, boundary_hashes: Sequence[bytes], above_tokens: int, now: float
+    ) -> _Found:
+        """What is known along a prefix. Changes nothing."""
+        usable: list[Checkpoint] = []
+        used: list[Checkpoint] = []
+        matches: list[CheckpointMatch] = []
+        unusable = 0
+        for boundary, block_hash in self.checkpoints.known(domain, boundary_hashes):
+            checkpoint = domain.checkpoints.get(block_hash)
+            if checkpoint is not None and checkpoint.visible and checkpoint.boundary == boundary:
+                if boundary > above_tokens and len(usable) < MATCHES_MAX:
+                    usable.append(checkpoint)
+                    matches.append(consumable(checkpoint, now))
+                if usable:  # this one, or one that extends it, was hit
+                    used.append(checkpoint)
+            elif boundary > above_tokens and unusable < MATCHES_MAX:
+                match = self.checkpoints.unusable(domain, boundary, block_hash, now)
+                if match is not None:
+                    unusable += 1
+                    matches.append(match)
+        if usable:
+            reach = len(boundary_hashes) * domain.boundary_tokens
+            matches = with_diverged(matches, usable[0], above_tokens, reach, now)
+        deepest = usable[0].boundary if usable else 0
+        extent = matched_extent(domain, boundary_hashes, deepest)
+        incomplete = incomplete_ends(domain, boundary_hashes, extent, deepest)
+        matches = with_incomplete(matches, incomplete, above_tokens)
+        return _Found(tuple(matches), usable, used, extent)
+
     def _count_hit(self, usable: Sequence[Checkpoint]) -> None:
         if usable:
             self.counters["hits"] += 1
@@ -604,7 +635,7 @@ class BlockIndex:
     def _domain(self, domain_id: DomainId, now: float) -> Domain:
         domain = self.domains.get(domain_id)
         if domain is None:
-            raise NotKnown(f"domain {domain_id[:80]!r} is unknown: open it first")
+            raise _unknown(domain_id)
         domain.used_at = now
         return domain
 
@@ -613,3 +644,7 @@ class BlockIndex:
         if not empty:
             raise StoreFull(f"{DOMAINS_MAX} domains have content: no other can be opened")
         del self.domains[min(empty, key=lambda domain: domain.used_at).id]
+
+
+def _unknown(domain_id: DomainId) -> NotKnown:
+    return NotKnown(f"domain {domain_id[:80]!r} is unknown: open it first")

@@ -57,19 +57,24 @@ class MemberTable:
         counts: dict[DomainId, list[int]] = {}
         for entry in self._entries.values():
             if entry.member.name != name:
-                count = counts.setdefault(entry.domain, [0, 0])
-                count[0] += entry.member.loads
-                count[1] += entry.member.publishes
-        loaders, publishers = counts.pop(domain, (0, 0))
+                count = counts.setdefault(entry.domain, [0, 0, 0])
+                member = entry.member
+                count[0] += member.loads and not member.decodes_only
+                count[1] += member.publishes
+                count[2] += member.loads and member.decodes_only
+        loaders, publishers, decode_loaders = counts.pop(domain, (0, 0, 0))
         others = sorted(
             (item for item in counts.items() if item[0] in domains),
             key=lambda item: (-sum(item[1]), item[0]),
         )
         return Peers(
             loaders=loaders,
+            decode_loaders=decode_loaders,
             publishers=publishers,
             elsewhere=tuple(
-                Elsewhere(other, *self._differences.first(domains[domain], domains[other]), *count)
+                Elsewhere(
+                    other, *self._differences.first(domains[domain], domains[other]), *count[:2]
+                )
                 for other, count in others[:ELSEWHERE_MAX]
             ),
         )

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from backhaul.benchmarks.reuse.matrix import Matrix, RunArm, finished_only, left_to_do, planned
@@ -15,6 +14,7 @@ from backhaul.benchmarks.reuse.real import RealArms
 from backhaul.benchmarks.reuse.record import Arm, read_results, write_results
 from backhaul.benchmarks.reuse.report import build_report, write_report
 from backhaul.benchmarks.reuse.workloads import Sizes, workload
+from backhaul.deploy.console import Console
 from backhaul.deploy.pair import Pair
 from backhaul.deploy.tiny_model import build_tiny_model
 from backhaul.protocols.errors import ConfigError
@@ -70,7 +70,7 @@ def run_matrix(
 def run_arms(console: Console, arms: Sequence[Arm], sizes: Sizes, path: Path, run: RunArm) -> None:
     """Run the arms and append each one's lines once it is finished."""
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),

@@ -44,13 +44,12 @@ from backhaul.connector.endpoints import (
     VerbatimEnd,
     choose_ends,
     decode_end,
-    deepest_usable,
     prompt_ends,
     publishes_decode_end,
     verbatim_end,
 )
 from backhaul.connector.hints import RequestHints, parse_hints
-from backhaul.connector.outcome import Limits, tag_candidates
+from backhaul.protocols.candidates import Limits, deepest_usable, tag_candidates
 from backhaul.protocols.checkpoint import CheckpointKind, LeaseId, primary_kind
 from backhaul.protocols.match_history import MatchHistory, observe
 from backhaul.protocols.options import FinishReason, Options

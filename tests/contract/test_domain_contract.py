@@ -57,6 +57,18 @@ def test_engines_of_one_domain_see_each_other_s_roles(new_client: ClientMaker) -
     assert (seen.loaders, seen.publishers) == (1, 1)
 
 
+def test_loaders_that_only_decode_are_counted_apart(new_client: ClientMaker) -> None:
+    record, store = make_domain(), new_client()
+    decode = member(publishes=True)
+    other = member(loads=True, publishes=True)
+    join(store, record, other._replace(decodes_only=True))
+    peers = join(store, record, decode)
+    assert (peers.loaders, peers.decode_loaders, peers.publishers) == (0, 1, 1)
+    join(store, record, other)
+    peers = join(store, record, decode)
+    assert (peers.loaders, peers.decode_loaders) == (1, 0)
+
+
 def test_an_engine_that_leaves_is_forgotten_at_once(new_client: ClientMaker) -> None:
     store, record = new_client(), make_domain()
     decode, prefill = member(publishes=True), member(loads=True)

@@ -208,7 +208,7 @@ class AlonePair:
     def __init__(
         self, model: Path, log_dir: Path, args: Sequence[str], env: Mapping[str, str]
     ) -> None:
-        self.store = StoreDaemon(log_dir, capacity="16MiB")  # three prompts of 3,000 tokens
+        self.store = StoreDaemon(log_dir, capacity="8MiB")  # few prompts of 1,000 tokens
         common = (
             *args,
             "--no-async-scheduling",

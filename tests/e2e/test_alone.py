@@ -108,14 +108,25 @@ def pressed_out(alone: AlonePair) -> float:
     )
 
 
+def publication_failures(alone: AlonePair) -> float:
+    return sum(
+        value
+        for name, value in alone.both.metrics().items()
+        if name.startswith("backhaul:publication_failures_total")
+    )
+
+
 def test_a_full_store_evicts_or_declines_and_nothing_fails(
     alone: AlonePair, rng: random.Random
 ) -> None:
-    """More checkpoints than the store holds."""
-    before = pressed_out(alone)
-    for _ in range(6):
-        prompt = tokens(rng, 3000)
+    """More checkpoints than the store holds, each well under the engine's own limit of pages that
+    wait to be published."""
+    before, refused = pressed_out(alone), publication_failures(alone)
+    for _ in range(8):
+        prompt = tokens(rng, 1000)
         alone.both.complete(prompt, max_tokens=4)
+        alone.assert_idle()
+    assert publication_failures(alone) == refused
     assert pressed_out(alone) > before, "the store was never full: the test shows nothing"
     leg = alone.both.complete([*prompt, 97], max_tokens=8, logprobs=10)
     assert agree(leg, cold(alone, [*prompt, 97]), COLD_TOLERANCE)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from e2e_kit import Session
-from rich.console import Console
 
 from backhaul.benchmarks.reuse.matrix import Matrix, StoreBudget, planned
 from backhaul.benchmarks.reuse.model_shape import preset
@@ -25,6 +24,7 @@ from backhaul.benchmarks.reuse.record import (
 from backhaul.benchmarks.reuse.report import build_report, write_report
 from backhaul.benchmarks.reuse.run import results_file, run_arms
 from backhaul.benchmarks.reuse.workloads import Sizes
+from backhaul.deploy.console import Console
 from backhaul.protocols.checkpoint import CheckpointKind
 
 SIZES = Sizes(

@@ -30,14 +30,7 @@ def test_an_interrupted_demonstration_stops_everything(
 ) -> None:
     mark = str(tmp_path)
     command = [sys.executable, "-m", "backhaul.deploy.cli", "demo", "--cache-dir", mark]
-    # A shell's background jobs ignore SIGINT, and what they start inherits that.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        demo = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-    finally:
-        signal.signal(signal.SIGINT, before)
+    demo = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         engines = "vllm.entrypoints"
         wait_until(

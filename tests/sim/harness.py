@@ -613,7 +613,7 @@ class SimEngine:
         retention: int | None = 0,
         unit: int | None = None,
         wrap: Callable[[Store], Store] = lambda store: store,
-        sibling: bool = False,
+        sibling: bool | str = False,
         kv_events: bool = False,
         drafts: int = 0,
         method: str = "ngram",
@@ -632,7 +632,8 @@ class SimEngine:
             unit: ``--prefix-match-unit``, tokens per block hash.
             wrap: put around every store that the connector opens.
             kv_events: the user enabled vLLM's KV events.
-            sibling: another connector hands prompts over, both inside ``MultiConnector``.
+            sibling: another connector hands prompts over, both inside ``MultiConnector``; a text
+                is its ``kv_role``, ours by default.
             drafts: speculative tokens per step, proposed by ``method``.
             accept: chance of each draft to be the model's own token.
             inside_blocks: ``--enable-mamba-shared-prefix-checkpoint``, for junctions in a block.
@@ -951,7 +952,9 @@ class SimEngine:
             worker.shutdown()
 
 
-def _connectors(role: str, policy: str, extra: dict[str, Any], *, sibling: bool) -> dict[str, Any]:
+def _connectors(
+    role: str, policy: str, extra: dict[str, Any], *, sibling: bool | str
+) -> dict[str, Any]:
     """The part of ``KVTransferConfig`` that names the connectors."""
     if not sibling:
         return {
@@ -960,10 +963,12 @@ def _connectors(role: str, policy: str, extra: dict[str, Any], *, sibling: bool)
             "kv_connector_extra_config": extra,
         }
     register()
-    common = {"kv_role": role, "kv_load_failure_policy": policy}
+    common = {"kv_load_failure_policy": policy}
+    other = {"kv_connector": "SimHandover", "kv_connector_module_path": "sim_handover"}
+    ours = {"kv_connector": "BackhaulConnector", "kv_connector_extra_config": extra}
     children = [
-        {"kv_connector": "SimHandover", "kv_connector_module_path": "sim_handover", **common},
-        {"kv_connector": "BackhaulConnector", "kv_connector_extra_config": extra, **common},
+        {**other, **common, "kv_role": sibling if isinstance(sibling, str) else role},
+        {**ours, **common, "kv_role": role},
     ]
     return {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": children}}
 

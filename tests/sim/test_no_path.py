@@ -1,4 +1,7 @@
-"""Deployments without a way back: they say so, decode ends follow the option, U_end goes on."""
+"""Deployments without a way back: they say so, decode ends follow the option, U_end goes on.
+
+Where the engines' kinds are known, by option or by a sibling's role, it is said before any request.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from sim_kit import kinds, tokens
 
 from backhaul.connector import connector, presence
 from backhaul.protocols.checkpoint import CheckpointKind
-from backhaul.protocols.errors import StoreRejected, StoreUnavailable
+from backhaul.protocols.errors import StoreDenied, StoreRejected, StoreUnavailable
 from backhaul.transfer.base import Store
 
 B = BLOCK
@@ -47,6 +50,7 @@ def said() -> Iterator[list[str]]:
 @pytest.fixture
 def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
     monkeypatch.setattr(presence, "_NUDGE_S", 0.0)
+    monkeypatch.setattr(presence, "_GRACE_S", 0.0)
     one = Pair(new_uri())
     yield one
     one.close()
@@ -104,6 +108,7 @@ def test_a_producer_without_loaders(
     assert CheckpointKind.INPUT_END in found, "U_end needs no way back"
     assert (DECODE_END in found) == (no_path == "report")
     assert (most > 0) == (no_path == "report"), "a disabled D_end pins nothing"
+    eventually(lambda: bool(said))
     assert len(said) == 1 and "no other engine that loads" in said[0]
     pair.check_idle()
 
@@ -117,6 +122,7 @@ def test_engines_of_two_stores_have_no_path(pair: Pair, said: list[str]) -> None
     first = decode.run(tokens(3 * B + 2, 1), 2 * B, u_end=2 * B)
     decode.check_idle()
     assert without_path(decode) == (0, 1)
+    eventually(lambda: bool(of_decode(said)))
     assert len(of_decode(said)) == 1 and "and this store" in of_decode(said)[0]
     resumed = prefill.run(first.history + tokens(5, 4), 3)
     assert resumed.loaded == 0 and resumed.params["backhaul"]["candidates"] == []
@@ -268,3 +274,126 @@ def test_a_consumer_says_that_it_publishes_nothing(pair: Pair, said: list[str]) 
     decode.check_idle()
     assert (kinds(pair), without_path(decode)) == ([], (0, 0))
     assert len(said) == 1 and "kv_consumer publishes nothing" in said[0]
+
+
+# -- kv_both everywhere: which engines prefill decides ------------------------------------------
+
+PREFILL = {"name": "prefill", "sibling": "kv_producer"}
+DECODE = {"name": "decode", "sibling": "kv_consumer"}
+
+
+def no_way_back(said: list[str]) -> list[str]:
+    return [line for line in said if "no publication path: " in line]
+
+
+def decodes(engine: SimEngine, prompt: list[int]) -> None:
+    """A decode leg: the prompt arrives computed."""
+    engine.run(prompt, 2 * B, params={"do_remote_prefill": True})
+    engine.check_idle()
+
+
+@pytest.mark.parametrize("told", ["by a sibling's role", "by the option"])
+def test_decode_engines_are_no_way_back_for_each_other(
+    pair: Pair, said: list[str], told: str
+) -> None:
+    """Cause: role. Both decode engines load as well; the prefill engine does not."""
+    kind: dict[str, Any] = {"sibling": "kv_consumer"}
+    if told == "by the option":
+        kind = {"sibling": True, "options": {"worker_kind": "decode"}}
+    one, two = pair.engine(name="one", **kind), pair.engine(name="two", **kind)
+    prefill = pair.engine(**PREFILL, role="kv_producer")
+    for engine in (one, two):
+        knows(engine, presence.PathState.NO_LOADER)
+    eventually(lambda: len(no_way_back(said)) == 2)
+    assert "1 that load from there only decode" in no_way_back(said)[-1]
+    (line,) = [line for line in said if "no publication path to here" in line]
+    assert "kv_producer loads nothing" in line
+    decodes(one, tokens(3 * B + 2, 1))
+    assert without_path(one) == (0, 1)
+    u_end = prefill.submit(tokens(3 * B + 1, 2), 1, stops=False, u_end=2 * B,
+                           params={"do_remote_decode": True}, handed_over=5)  # fmt: skip
+    prefill.drain()
+    assert prefill.finished[u_end].params["backhaul"]["input_end"]["outcome"] == "published"
+    assert len(no_way_back(said)) == 2, "once per engine"
+    pair.check_idle()
+
+
+def test_one_prefill_engine_that_loads_is_a_way_back(pair: Pair, said: list[str]) -> None:
+    engines = [pair.engine(**{**DECODE, "name": f"decode{n}"}) for n in range(2)]
+    pair.engine(**PREFILL)
+    for engine in engines:
+        engine.backhaul._half._presence.missed()
+        knows(engine, presence.PathState.OPEN)
+    decodes(engines[0], tokens(3 * B + 2, 1))
+    assert without_path(engines[0]) == (0, 0)
+
+
+def test_decode_engines_of_another_store_say_so_at_start(pair: Pair, said: list[str]) -> None:
+    """Cause: store URI."""
+    elsewhere = Pair(new_uri())
+    prefill = elsewhere.engine(**PREFILL)
+    decode = pair.engine(**DECODE, options={"no_path": "disable"})
+    pair.engine(**{**DECODE, "name": "other"})
+    knows(decode, presence.PathState.NO_LOADER)
+    eventually(lambda: len(no_way_back(said)) == 2)
+    assert all(pair.uri in line and "this store" in line for line in no_way_back(said))
+    decodes(decode, tokens(3 * B + 2, 1))
+    assert without_path(decode) == (1, 0)
+    assert prefill.backhaul._half._presence._known.state is presence.PathState.NO_LOADER
+    elsewhere.close()
+
+
+def test_prefill_engines_of_another_domain_are_named_although_decode_peers_fit(
+    pair: Pair, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cause: domain."""
+    prefill = pair.engine(**PREFILL)
+    knows(prefill, presence.PathState.NO_LOADER)
+    monkeypatch.setenv("PYTHONHASHSEED", "11")
+    decode = SimEngine(pair.uri, **DECODE)
+    peer = SimEngine(pair.uri, **{**DECODE, "name": "peer"})
+    monkeypatch.delenv("PYTHONHASHSEED")
+    eventually(lambda: len(no_way_back(said)) == 2)
+    assert all("1 in domain" in x and "hash_probe is" in x for x in no_way_back(said))
+    decodes(decode, tokens(3 * B + 2, 1))
+    assert without_path(decode) == (0, 1)
+    decode.close()
+    peer.close()
+
+
+@pytest.mark.parametrize("refused", ["prefill", "decode"])
+def test_a_store_that_refuses_either_side(pair: Pair, said: list[str], refused: str) -> None:
+    """Cause: ACL. Whoever is refused says so, and decode says that there is no way."""
+    wall = {"wrap": _Refusing(StoreDenied("PERMISSION_DENIED: tenant"))}
+    prefill = pair.engine(**PREFILL, **(wall if refused == "prefill" else {}))
+    decode = pair.engine(**DECODE, **(wall if refused == "decode" else {}))
+    eventually(lambda: len(no_way_back(said)) == 1)
+    (line,) = no_way_back(said)
+    if refused == "decode":
+        knows(decode, presence.PathState.REFUSED)
+        assert "refuses this engine (PERMISSION_DENIED" in line
+    else:
+        knows(prefill, presence.PathState.REFUSED)
+        assert "no other engine that loads" in line
+        eventually(lambda: any("to here" in x and "PERMISSION_DENIED" in x for x in said))
+    decodes(decode, tokens(3 * B + 2, 1))
+    assert without_path(decode) == (0, 1)
+
+
+def test_where_nobody_said_it_the_first_requests_do(pair: Pair, said: list[str]) -> None:
+    """``kv_both`` on every connector and no option."""
+    one, two = pair.engine(name="one", sibling=True), pair.engine(name="two", sibling=True)
+    knows(two, presence.PathState.OPEN)
+    one.backhaul._half._presence.missed()
+    knows(one, presence.PathState.OPEN)
+    assert no_way_back(said) == []
+    for n, engine in enumerate((one, two)):
+        decodes(engine, tokens(3 * B + 2, n))
+    one.backhaul._half._presence.missed()
+    knows(one, presence.PathState.NO_LOADER)
+    knows(two, presence.PathState.NO_LOADER)
+    eventually(lambda: len(no_way_back(said)) == 2)
+    # One that prefills opens the way.
+    pair.engine(name="three", sibling=True)
+    one.backhaul._half._presence.missed()
+    knows(one, presence.PathState.OPEN)

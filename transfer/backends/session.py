@@ -100,6 +100,7 @@ class SessionKeeper:
             record=record.canonical(),
             member=member.name,
             loads=member.loads,
+            decodes_only=member.decodes_only,
             publishes=member.publishes,
         )
         reply: store_pb2.OpenDomainReply = self.call("OpenDomain", request, deadline)

@@ -170,6 +170,7 @@ def peers(reply: store_pb2.OpenDomainReply) -> Peers:
     """Who else uses a domain."""
     return Peers(
         loaders=reply.loaders,
+        decode_loaders=reply.decode_loaders,
         publishers=reply.publishers,
         elsewhere=tuple(
             Elsewhere(

@@ -153,11 +153,12 @@ class Catalog(store_pb2_grpc.CatalogServicer):
         if not request.member:
             domain_id = self._index.open_domain(record, self._clock(), request.client_name)
             return store_pb2.OpenDomainReply(domain_id=domain_id)
-        member = Member(request.member, request.loads, request.publishes)
+        member = Member(request.member, request.loads, request.publishes, request.decodes_only)
         peers = self._index.join(record, member, self._clock(), request.client_name)
         return store_pb2.OpenDomainReply(
             domain_id=record.domain_id,
             loaders=peers.loaders,
+            decode_loaders=peers.decode_loaders,
             publishers=peers.publishers,
             elsewhere=[
                 store_pb2.OtherDomain(
@@ -180,6 +181,9 @@ class Catalog(store_pb2_grpc.CatalogServicer):
         waiting leaves nothing behind."""
         domain_id = DomainId(request.domain_id)
         hashes = list(request.boundary_hashes)
+        if request.peek:
+            seen = self._index.peek(domain_id, hashes, request.above_tokens, self._clock())
+            return _lookup_reply(seen, waited_s=0.0)
         waited_s = await self._wait(domain_id, hashes, request.above_tokens, request.wait_s)
         answer = self._index.lookup(
             domain_id, hashes, request.above_tokens, request.lease_s, self._clock()

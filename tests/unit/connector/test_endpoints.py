@@ -12,13 +12,13 @@ from backhaul.connector.endpoints import (
     choose_ends,
     chosen_kinds,
     decode_end,
-    deepest_usable,
     may_publish_decode,
     prompt_ends,
     publishes_decode_end,
     verbatim_end,
 )
 from backhaul.connector.hints import RequestHints
+from backhaul.protocols.candidates import deepest_usable
 from backhaul.protocols.checkpoint import CheckpointKind
 from backhaul.protocols.options import FinishReason, Options
 from backhaul.protocols.policy import Matched, Policy, Why

@@ -10,12 +10,21 @@ from typing import Any, cast
 import pytest
 
 from backhaul.connector import presence
-from backhaul.connector.presence import Known, PathState, Presence, has_path, judge, problem
+from backhaul.connector.presence import (
+    Known,
+    PathState,
+    Presence,
+    has_path,
+    judge,
+    loading_problem,
+    problem,
+)
+from backhaul.connector.worker_kind import ObservedKind, known_kind
 from backhaul.protocols.checkpoint import DomainId
 from backhaul.protocols.domain import DomainRecord
 from backhaul.protocols.errors import StoreError, StoreRejected, StoreUnavailable
 from backhaul.protocols.layout import CacheLayout, GroupKind, GroupLayout
-from backhaul.protocols.options import NoPath
+from backhaul.protocols.options import NoPath, WorkerKind
 from backhaul.transfer.base import Elsewhere, Member, Peers, Store
 
 RECORD = DomainRecord(
@@ -111,7 +120,8 @@ def running(
     said: list[str] = []
     one = Presence(
         cast(Store, store), RECORD, member, address="backhaul://h:1", no_path=NoPath.REPORT,
-        wants_path=keywords.pop("wants_path", True), refresh_s=keywords.pop("refresh_s", 0.005),
+        wants_path=keywords.pop("wants_path", True), kind=keywords.pop("kind", WorkerKind.BOTH),
+        refresh_s=keywords.pop("refresh_s", 0.005),
         say=said.append,
     )  # fmt: skip
     try:
@@ -161,6 +171,80 @@ def test_an_engine_that_loads_too_says_nothing_until_a_request_shows_it() -> Non
         assert said == []
         one.missed()
         eventually(lambda: len(said) == 1)
+
+
+@pytest.mark.parametrize("kind", [WorkerKind.DECODE, None])
+def test_an_engine_that_is_known_to_decode_only_says_it_without_a_miss(
+    kind: WorkerKind | None,
+) -> None:
+    """By its kind, or by its requests."""
+    store = Answers(Peers(decode_loaders=3))
+    with running(store, BOTH, kind=kind) as (one, said):
+        store.wait(3)
+        assert kind is not None or said == []
+        if kind is None:
+            one.saw_request(handed_over=True)
+        eventually(lambda: len(said) == 1)
+        assert "3 that load from there only decode" in said[0]
+        assert store.asked[-1] == BOTH._replace(decodes_only=True)
+        if kind is None:
+            one.saw_request(handed_over=False)
+            eventually(lambda: store.asked[-1] == BOTH)
+
+
+def test_engines_that_start_together_say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first answer finds nobody, the second, some seconds later, does."""
+    store = Answers(ALONE, TWO)
+    monkeypatch.setattr(presence, "_GRACE_S", 0.001)
+    with running(store, refresh_s=3600) as (one, said):
+        store.wait(2)
+        eventually(lambda: one.has_path(own_prefill=False))
+        assert said == []
+
+
+@pytest.mark.parametrize("error", [StoreRejected("not yours"), StoreUnavailable("refused")])
+def test_who_only_loads_says_that_the_store_is_out_of_reach(error: StoreError) -> None:
+    loader = Member("prefill", loads=True, publishes=False)
+    with running(Answers(error, error, ALONE), loader, wants_path=False) as (_, said):
+        eventually(lambda: len(said) == 2)
+        assert "path to here" in said[0] and str(error) in said[0] and "\n" not in said[0]
+        assert "path found" in said[1]
+
+
+def test_nothing_is_said_of_loading_where_the_store_answers() -> None:
+    for peers in (ALONE, TWO, ELSEWHERE):
+        assert loading_problem(Known(judge(peers), peers), store="s") == ""
+
+
+@pytest.mark.parametrize(
+    ("told", "siblings", "kind"),
+    [
+        (None, (), None),
+        (None, ("kv_both",), None),
+        (None, ("kv_producer", "kv_both"), WorkerKind.PREFILL),
+        (None, ("kv_consumer",), WorkerKind.DECODE),
+        (None, ("kv_consumer", "kv_producer"), None),
+        (WorkerKind.BOTH, ("kv_consumer",), WorkerKind.BOTH),
+        (WorkerKind.DECODE, (), WorkerKind.DECODE),
+    ],
+)
+def test_what_is_known_of_an_engine_at_start(
+    told: WorkerKind | None, siblings: tuple[str, ...], kind: WorkerKind | None
+) -> None:
+    assert known_kind(told, siblings) is kind
+
+
+@pytest.mark.parametrize(
+    ("own", "handed_over", "decodes_only"),
+    [(1, 0, False), (0, 1, True), (1, 5, False), (1, 9, True), (10, 80, False)],
+)
+def test_a_few_own_prompts_do_not_make_a_prefill_engine(
+    own: int, handed_over: int, decodes_only: bool
+) -> None:
+    seen = ObservedKind()
+    found = [seen.saw(handed_over=False) for _ in range(own)]
+    found += [seen.saw(handed_over=True) for _ in range(handed_over)]
+    assert found[-1] is decodes_only
 
 
 def test_loaders_elsewhere_are_said_to_an_engine_that_loads_too() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from store_kit import backhaul
 
-from backhaul.proxy.fake_engine import FakeEngine
+from backhaul.proxy.fake_engine import Behaviour, FakeEngine
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +65,15 @@ def test_figures_that_mean_something_else_are_remarked_on(engines: Any) -> None:
     engines[0].cached_tokens = None
     _, out, _ = run("--a", engines[0].url, *QUICK)
     assert "--enable-prompt-tokens-details" in out
-    assert "A cut 2 replies at --max-tokens" in out
+    assert "A cut 2 replies at --max-tokens" in out and "publish_on" in out
+    assert "generated and cut, first after" in out
+
+
+def test_a_history_that_outgrows_the_model_says_why(engines: Any) -> None:
+    engine = engines[0]
+    engine.behave = lambda seen: Behaviour(status=400 if len(engine.seen) > 1 else None)
+    code, _, err = run("--a", engine.url, *QUICK)
+    assert code == 1 and "1 replies were cut at --max-tokens" in err and err.count("\n") == 2
 
 
 def test_a_server_that_is_not_there_is_one_line() -> None:

@@ -31,6 +31,7 @@ def test_values_are_converted() -> None:
         ({"store": ""}, ["'store'", "missing"]),
         ({**STORE, "polcy": "both"}, ["'polcy'", "valid options", "policy"]),
         ({**STORE, "policy": "sometimes"}, ["'policy'", "'sometimes'", "main_sparse", "both"]),
+        ({**STORE, "worker_kind": "router"}, ["'worker_kind'", "'router'", "prefill, decode"]),
         ({**STORE, "publish_on": ["stop", "crash"]}, ["'publish_on'", "stop, length, abort"]),
         ({**STORE, "lease_s": -1}, ["'lease_s'", "-1"]),
         ({**STORE, "lease_s": "long"}, ["'lease_s'", "'long'"]),

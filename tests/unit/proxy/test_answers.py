@@ -6,11 +6,15 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from backhaul.proxy.answers import (
+    RECORD_HEADER_BYTES_MAX,
     error_event,
     error_status_of,
     is_preamble,
+    record_header,
     rewrite_answer,
     rewrite_event,
 )
@@ -47,6 +51,49 @@ def test_the_responses_api_keeps_its_other_details() -> None:
     details = {"cached_tokens": 8, "cached_tokens_per_turn": [8]}
     answer = rewritten({"usage": {"input_tokens_details": details}})
     assert answer["usage"]["input_tokens_details"] == details | DETAILS
+
+
+def test_an_unknown_count_leaves_no_trace_of_decodes_own() -> None:
+    partly = PrefillAnswer(params={}, details={"audio_tokens": 1})
+    for name in ("prompt_tokens_details", "input_tokens_details"):
+        usage = rewritten({"usage": {name: {"cached_tokens": 8}}}, partly)["usage"]
+        assert usage[name].get("cached_tokens", 0) == 0
+        assert usage[name]["audio_tokens"] == 1
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=2_000),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(st.text(max_size=40), VALUES, max_size=12))
+def test_any_record_makes_a_header_that_servers_take(record: dict[str, Any]) -> None:
+    header = record_header(record)
+    whole = json.dumps(record, separators=(",", ":"))
+    if header is None:
+        assert not record or len(whole) > RECORD_HEADER_BYTES_MAX / 2
+        return
+    assert len(header) <= RECORD_HEADER_BYTES_MAX
+    assert all(0x20 <= byte < 0x7F for byte in header)
+    told = json.loads(header)
+    assert {name: repr(value) for name, value in told.items()} == {
+        name: repr(value) for name, value in record.items() if name in told
+    }
+    if len(whole) + whole.count("\x7f") * 5 < RECORD_HEADER_BYTES_MAX:
+        assert told.keys() == record.keys()
+
+
+def test_a_record_that_is_too_long_loses_its_longest_members() -> None:
+    record = {"candidates": ["x" * 500] * 8, "loaded_tokens": 2, "selected": {"boundary": 64}}
+    assert json.loads(record_header(record) or b"") == {
+        "loaded_tokens": 2, "selected": {"boundary": 64},
+    }  # fmt: skip
+    deep: Any = []
+    for _ in range(2_000):
+        deep = [deep]
+    assert record_header({"deep": deep, "n": 10**5000}) is None
 
 
 def test_prefills_record_comes_beside_decodes() -> None:

@@ -178,6 +178,51 @@ def test_prefills_answer(endpoint: Endpoint, ids: dict[str, Any]) -> None:
     )  # fmt: skip
 
 
+NO_COUNTS = (
+    st.sampled_from([True, False, None, 10**400, -(10**400), 2**53 + 1, -1, 1.0, "3", [3], {}])
+    | st.integers(max_value=-1)
+    | st.integers(min_value=2**53 + 1)
+    | st.floats()
+)
+
+
+@given(st.sampled_from(Endpoint), NO_COUNTS, NO_COUNTS)
+def test_counts_that_cannot_be_any_are_as_if_not_told(
+    endpoint: Endpoint, cached: Any, length: Any
+) -> None:
+    kind = "prompt" if endpoint in (Endpoint.CHAT, Endpoint.COMPLETIONS) else "input"
+    usage = {
+        f"{kind}_tokens": length,
+        f"{kind}_tokens_details": {"cached_tokens": cached, "audio_tokens": 1},
+        "cache_read_input_tokens": cached,
+        "cache_creation_input_tokens": length,
+    }
+    answer = read_prefill(endpoint, {"kv_transfer_params": PARAMS, "usage": usage})
+    told = None if endpoint is Endpoint.MESSAGES else {"audio_tokens": 1}
+    assert answer == PrefillAnswer(params=PARAMS, prompt_tokens=0, cached_tokens=None, details=told)
+
+
+@given(NO_COUNTS)
+def test_token_ids_that_cannot_be_any_are_not_handed_on(odd: Any) -> None:
+    answer = {"kv_transfer_params": PARAMS, "prompt_token_ids": [1, odd, 2]}
+    prefill = read_prefill(Endpoint.CHAT, answer)
+    assert prefill == PrefillAnswer(params=PARAMS, token_ids=None)
+    ended = {"input_end": {"given": odd}}
+    leg = decode_body(Endpoint.CHAT, CHAT, PrefillAnswer(params=PARAMS, record=ended))
+    assert leg["kv_transfer_params"] == PARAMS
+
+
+@pytest.mark.parametrize("levels", [20, 960, 100_000])
+def test_parameters_that_nest_without_end_are_none(levels: int) -> None:
+    deep: Any = {}
+    for _ in range(levels):
+        deep = {"backhaul": deep}
+    answer = {"kv_transfer_params": PARAMS | deep, "usage": {"prompt_tokens_details": deep}}
+    assert read_prefill(Endpoint.CHAT, answer) is None
+    told = read_prefill(Endpoint.CHAT, answer | {"kv_transfer_params": PARAMS})
+    assert told == PrefillAnswer(params=PARAMS)
+
+
 def test_prefill_that_holds_nothing_hands_over_through_the_store() -> None:
     record = {"loaded_tokens": 0}
     idle = {"do_remote_prefill": False, "remote_host": "h"}

@@ -195,6 +195,24 @@ def test_what_prefill_reused_is_reported(setup: Setup, stream: bool) -> None:
         assert "remote_host" not in ours
 
 
+@pytest.mark.parametrize("path", ["chat/completions", "completions", "responses", "messages"])
+@pytest.mark.parametrize("count", [-3, 10**400, True])
+def test_no_request_fails_because_of_what_prefill_counts(
+    setup: Setup, path: str, count: int
+) -> None:
+    prefill = setup.prefill[0]
+    prefill.cached_tokens = count
+    prefill.record = {"loaded_tokens": count, "note": "\x7f\r\n\u20ac" + "x" * 100_000}
+    body = {"model": "fake", "messages": MESSAGES, "prompt": "p", "input": "i", "max_tokens": 5}
+    for stream in (False, True):
+        answer = setup.http.post(f"/v1/{path}", json=body | {"stream": stream})
+        assert answer.status_code == 200
+        assert answer.headers["x-backhaul-handover"] == "done"
+        assert json.loads(answer.headers["x-backhaul-prefill"]) == {"loaded_tokens": count}
+        assert f'cached_tokens":{json.dumps(count)}' not in answer.text.replace(" ", "")
+    assert setup.outcomes().keys() <= {"ok", "rejected", "client_gone"}
+
+
 def test_a_worker_without_backhaul_reports_nothing(setup: Setup) -> None:
     setup.prefill[0].record = setup.decode[0].record = None
     answer = setup.chat()

@@ -109,32 +109,36 @@ def test_what_is_remembered_of_domains_is_bounded(monkeypatch: pytest.MonkeyPatc
 
 _EVENTS = st.lists(
     st.tuples(
-        st.integers(0, 3), st.booleans(), st.booleans(), st.booleans(), st.floats(0, MEMBER_TTL_S)
+        st.integers(0, 3), st.booleans(), st.booleans(), st.booleans(), st.booleans(),
+        st.floats(0, MEMBER_TTL_S),
     ),
     max_size=30,
-)
+)  # fmt: skip
 
 
 @given(_EVENTS)
 def test_an_answer_counts_everybody_who_spoke_in_time_but_the_asker(
-    events: list[tuple[int, bool, bool, bool, float]],
+    events: list[tuple[int, bool, bool, bool, bool, float]],
 ) -> None:
     index = BlockIndex(1 << 20, publication_ttl_s=60.0, lease_max_s=60.0)
-    last: dict[int, tuple[bool, bool, bool, float]] = {}
+    last: dict[int, tuple[bool, Member, float]] = {}
     now = 0.0
-    for who, first, loads, publishes, pause in events:
+    for who, first, loads, publishes, decodes_only, pause in events:
         now += pause
-        peers = index.join(A if first else B, Member(str(who), loads, publishes), now)
-        last[who] = (first, loads, publishes, now)
-        alive = {
-            other: entry
-            for other, entry in last.items()
-            if other != who and entry[3] + MEMBER_TTL_S > now and (entry[1] or entry[2])
-        }
-        assert peers.loaders == sum(e[1] for e in alive.values() if e[0] == first)
-        assert peers.publishers == sum(e[2] for e in alive.values() if e[0] == first)
-        elsewhere = [e for e in alive.values() if e[0] != first]
+        member = Member(str(who), loads, publishes, decodes_only)
+        peers = index.join(A if first else B, member, now)
+        last[who] = (first, member, now)
+        alive = [
+            (where, one)
+            for other, (where, one, spoke) in last.items()
+            if other != who and spoke + MEMBER_TTL_S > now
+        ]
+        beside = [one for where, one in alive if where == first]
+        assert peers.loaders == sum(one.loads and not one.decodes_only for one in beside)
+        assert peers.decode_loaders == sum(one.loads and one.decodes_only for one in beside)
+        assert peers.publishers == sum(one.publishes for one in beside)
+        elsewhere = [one for where, one in alive if where != first]
         assert sum(one.loaders + one.publishers for one in peers.elsewhere) == sum(
-            e[1] + e[2] for e in elsewhere
+            (one.loads and not one.decodes_only) + one.publishes for one in elsewhere
         )
     index.check()

@@ -1,11 +1,11 @@
-"""Checkpoints of other domains that this engine can convert: asking for them in a lookup."""
+"""Checkpoints of other domains that an engine can convert: asking for them in a lookup."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -14,12 +14,30 @@ from backhaul.protocols.comparison import Verdict, compare
 from backhaul.protocols.domain import DomainRecord
 from backhaul.protocols.errors import StoreError
 from backhaul.protocols.sharding import conversion, page_bytes
-from backhaul.transfer.base import LookupResult, Store
+from backhaul.transfer.base import LookupResult
 
 logger = logging.getLogger("vllm.backhaul")
 
 _REMEMBERED_MAX = 256
 """As many domains as a store keeps."""
+
+
+class Asked(Protocol):
+    """What is asked of a store; see ``Store``."""
+
+    def lookup(
+        self,
+        domain: DomainId,
+        boundary_hashes: Sequence[bytes],
+        *,
+        above_tokens: int = 0,
+        lease_s: float = 0.0,
+        timeout_s: float,
+    ) -> LookupResult:
+        """Checkpoints of a prefix."""
+
+    def domain_record(self, domain: DomainId, *, timeout_s: float) -> DomainRecord:
+        """The record of a domain that a lookup named."""
 
 
 class Foreign(NamedTuple):
@@ -32,7 +50,7 @@ class Foreign(NamedTuple):
 class ConvertibleDomains:
     """Which other domains' bytes this engine can use. Thread-safe: answers are only remembered."""
 
-    def __init__(self, store: Store, record: DomainRecord, buffer_bytes: int) -> None:
+    def __init__(self, store: Asked, record: DomainRecord, buffer_bytes: int) -> None:
         """``buffer_bytes``: what a worker converts in; see the option ``convert_buffer_bytes``."""
         self._store = store
         self._ours = record
@@ -50,7 +68,8 @@ class ConvertibleDomains:
         """Add what a convertible domain holds beyond the deepest checkpoint of one's own.
 
         Matches of such a domain that are not added keep ``DOMAIN_MISMATCH`` and get the field that
-        differs. Never raises: without an answer the lookup stays as it was.
+        differs. Never raises: without an answer the lookup stays as it was. With ``lease_s`` 0, of
+        whoever only looks, the matches come without a lease.
         """
         deepest = max((m.boundary for m in found.matches if m.consumable), default=0)
         added: dict[int, CheckpointMatch] = {}
@@ -95,14 +114,14 @@ class ConvertibleDomains:
         except StoreError as error:
             logger.debug("backhaul: lookup in domain %s failed: %s", domain, error)
             return None, {}
-        if result.lease is None:
+        if result.lease is None and lease_s:
             return None, {}
         usable = {
             one.boundary: msgspec.structs.replace(one, domain=domain)
             for one in result.matches
             if one.consumable
         }
-        return Foreign(record, result.lease), usable
+        return Foreign(record, result.lease) if result.lease else None, usable
 
     def _ask(self, domain: DomainId, timeout_s: float) -> tuple[DomainRecord | None, str]:
         """The domain's record if its bytes can be converted here, and else what differs."""
