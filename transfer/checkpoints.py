@@ -32,6 +32,8 @@ from backhaul.transfer.entries import (
 from backhaul.transfer.objects import ObjectTable
 from backhaul.transfer.recent import RecentEvents
 
+_ALSO_IN_MAX = 7
+"""Named beside a foreign checkpoint's first domain."""
 _CHILDREN_MAX = 64
 """Looked at per lookup: a system prompt's checkpoint is extended by every conversation."""
 
@@ -189,10 +191,14 @@ class CheckpointTable:
             if home.checkpoints[block_hash].boundary == boundary
         ]
         if homes:
-            field, home = min(homes, key=lambda pair: bool(pair[0]))  # a convertible one first
+            homes.sort(key=lambda pair: (bool(pair[0]), pair[1].id))  # convertible ones first
+            field, home = homes[0]
             foreign = home.checkpoints[block_hash]
             match = _unusable(foreign, Reason.DOMAIN_MISMATCH, now - foreign.created_at)
-            return msgspec.structs.replace(match, field=field, domain=home.id)
+            others = [other.id for differing, other in homes[1:] if not differing]
+            return msgspec.structs.replace(
+                match, field=field, domain=home.id, also_in=tuple(others[:_ALSO_IN_MAX])
+            )
         if known is not None:
             return _unusable(known, Reason.UNCOMMITTED, now - known.created_at)
         announcement = domain.announcements.get(block_hash)

@@ -399,30 +399,33 @@ class BlockIndex:
         above_tokens: int,
         lease_s: float,
         now: float,
+        *,
+        follow_up: bool = False,
     ) -> LookupAnswer:
         """Checkpoints of the prefix above ``above_tokens``: up to ``MATCHES_MAX`` consumable ones,
         under one lease, as many of which something is known that makes them unusable, a few that
         extend the deepest one by other tokens, and where objects of one class end. At most one per
-        boundary."""
+        boundary.
+
+        ``follow_up``: another domain was asked first and counted the lookup, of which only the hit
+        counts here, where ``above_tokens`` 0 says that there was none."""
         now = self.expire(now)
         domain = self._domain(domain_id, now)
         check_hashes(boundary_hashes)
         lease_s = min(seconds("lease_s", lease_s), self.lease_max_s)
         if lease_s:
             self.leases.check_room()
-        self.counters["lookups"] += 1
-        self.admission.credit(len(boundary_hashes) * domain.boundary_tokens)
+        if not follow_up:
+            self.counters["lookups"] += 1
+            self.admission.credit(len(boundary_hashes) * domain.boundary_tokens)
         found = self._find(domain, boundary_hashes, above_tokens, now)
         usable = found.usable
         for checkpoint in found.used:
             checkpoint.used_at = now
-        self._count_hit(usable)
-        self._count_candidates(found.matches)
-        for match in found.matches:
-            if match.reason is not None:
-                self.checkpoints.recent.note(
-                    now, "not consumable", match.reason, domain_id, match.boundary, match.kinds
-                )
+        self._count_hit(usable, counted=follow_up and above_tokens > 0)
+        if not follow_up:
+            self._count_candidates(found.matches)
+            self._note_unusable(found.matches, domain_id, now)
         awaited = self._awaited(domain, boundary_hashes, above_tokens)
         lease_id = None
         if usable and lease_s:  # at the very end: what raises leaves no lease
@@ -604,9 +607,19 @@ class BlockIndex:
         matches = with_incomplete(matches, incomplete, above_tokens)
         return _Found(tuple(matches), usable, used, extent)
 
-    def _count_hit(self, usable: Sequence[Checkpoint]) -> None:
+    def _note_unusable(
+        self, matches: Sequence[CheckpointMatch], domain_id: DomainId, now: float
+    ) -> None:
+        for match in matches:
+            if match.reason is not None:
+                self.checkpoints.recent.note(
+                    now, "not consumable", match.reason, domain_id, match.boundary, match.kinds
+                )
+
+    def _count_hit(self, usable: Sequence[Checkpoint], *, counted: bool) -> None:
+        """``counted``: the lookup's hit, that is; a checkpoint's own hits always count."""
         if usable:
-            self.counters["hits"] += 1
+            self.counters["hits"] += not counted
             self.counters["checkpoints_hit"] += usable[0].hits == 0
             usable[0].hits += 1
 

@@ -31,6 +31,27 @@ class _Entry:
     expires_at: float
 
 
+@dataclass(slots=True)
+class _Count:
+    """Engines of one domain, by what they do; see ``Peers`` and ``Elsewhere``."""
+
+    loaders: int = 0
+    decode_loaders: int = 0
+    publishers: int = 0
+    converters: int = 0
+
+    def add(self, member: Member) -> None:
+        loads = member.loads and not member.decodes_only
+        self.loaders += loads
+        self.converters += loads and member.converts
+        self.decode_loaders += member.loads and member.decodes_only
+        self.publishers += member.publishes
+
+    @property
+    def roles(self) -> int:
+        return self.loaders + self.decode_loaders + self.publishers
+
+
 class MemberTable:
     """The clients of all domains, by name. Not thread-safe; every call returns at once."""
 
@@ -54,26 +75,26 @@ class MemberTable:
         in ``domains`` are left out."""
         while self._entries and next(iter(self._entries.values())).expires_at <= now:
             self._entries.popitem(last=False)
-        counts: dict[DomainId, list[int]] = {}
+        counts: dict[DomainId, _Count] = {}
         for entry in self._entries.values():
             if entry.member.name != name:
-                count = counts.setdefault(entry.domain, [0, 0, 0])
-                member = entry.member
-                count[0] += member.loads and not member.decodes_only
-                count[1] += member.publishes
-                count[2] += member.loads and member.decodes_only
-        loaders, publishers, decode_loaders = counts.pop(domain, (0, 0, 0))
+                counts.setdefault(entry.domain, _Count()).add(entry.member)
+        same = counts.pop(domain, _Count())
         others = sorted(
             (item for item in counts.items() if item[0] in domains),
-            key=lambda item: (-sum(item[1]), item[0]),
+            key=lambda item: (-item[1].roles, item[0]),
         )
         return Peers(
-            loaders=loaders,
-            decode_loaders=decode_loaders,
-            publishers=publishers,
+            loaders=same.loaders,
+            decode_loaders=same.decode_loaders,
+            publishers=same.publishers,
             elsewhere=tuple(
                 Elsewhere(
-                    other, *self._differences.first(domains[domain], domains[other]), *count[:2]
+                    other,
+                    *self._differences.first(domains[domain], domains[other]),
+                    loaders=count.loaders,
+                    publishers=count.publishers,
+                    converters=count.converters,
                 )
                 for other, count in others[:ELSEWHERE_MAX]
             ),

@@ -136,6 +136,10 @@ class EmbeddedStore(Store):
         ]
         try:
             session = self._keeper.current(deadline)
+            if wire.instance_of(lease) != session.instance_id:
+                # Granted to somebody else by a daemon that was started since: its pool is another.
+                self._keeper.doubt()
+                session = self._keeper.current(deadline)
             places = [
                 place
                 for request in requests
@@ -304,6 +308,7 @@ class EmbeddedStore(Store):
         above_tokens: int = 0,
         lease_s: float = 0.0,
         wait_s: float = 0.0,
+        follow_up: bool = False,
         timeout_s: float,
     ) -> LookupResult:
         """See ``Store``."""
@@ -313,6 +318,7 @@ class EmbeddedStore(Store):
             above_tokens=above_tokens,
             lease_s=lease_s,
             wait_s=min(wait_s, timeout_s * WAIT_SHARE_MAX),
+            follow_up=follow_up,
         )
         reply = self._keeper.call("Lookup", request, time.monotonic() + timeout_s, domain)
         return wire.lookup_result(reply)

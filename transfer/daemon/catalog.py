@@ -153,7 +153,13 @@ class Catalog(store_pb2_grpc.CatalogServicer):
         if not request.member:
             domain_id = self._index.open_domain(record, self._clock(), request.client_name)
             return store_pb2.OpenDomainReply(domain_id=domain_id)
-        member = Member(request.member, request.loads, request.publishes, request.decodes_only)
+        member = Member(
+            request.member,
+            request.loads,
+            request.publishes,
+            request.decodes_only,
+            request.converts,
+        )
         peers = self._index.join(record, member, self._clock(), request.client_name)
         return store_pb2.OpenDomainReply(
             domain_id=record.domain_id,
@@ -168,6 +174,7 @@ class Catalog(store_pb2_grpc.CatalogServicer):
                     theirs=one.theirs,
                     loaders=one.loaders,
                     publishers=one.publishers,
+                    converters=one.converters,
                 )
                 for one in peers.elsewhere
             ],
@@ -186,7 +193,12 @@ class Catalog(store_pb2_grpc.CatalogServicer):
             return _lookup_reply(seen, waited_s=0.0)
         waited_s = await self._wait(domain_id, hashes, request.above_tokens, request.wait_s)
         answer = self._index.lookup(
-            domain_id, hashes, request.above_tokens, request.lease_s, self._clock()
+            domain_id,
+            hashes,
+            request.above_tokens,
+            request.lease_s,
+            self._clock(),
+            follow_up=request.follow_up,
         )
         if (lease := answer.lease) is None:
             return _lookup_reply(answer, waited_s)
@@ -404,6 +416,7 @@ def _lookup_reply(answer: LookupAnswer, waited_s: float) -> store_pb2.LookupRepl
             producer=match.producer,
             field=match.field,
             domain_id=match.domain,
+            also_in=match.also_in,
             retained=match.retained,
             hash_matched=match.hash_matched,
             hits=match.hits,

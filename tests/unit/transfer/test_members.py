@@ -107,6 +107,18 @@ def test_what_is_remembered_of_domains_is_bounded(monkeypatch: pytest.MonkeyPatc
     assert compared == ["0", "1", "2", "3", "1"], "the pair asked for longest ago gave way"
 
 
+def test_a_loader_counts_as_converting_where_it_says_so_and_prefills() -> None:
+    table = MemberTable(DomainDifferences())
+    for name, decodes_only, converts in (
+        ("0", False, True),
+        ("1", False, False),
+        ("2", True, True),
+    ):
+        table.join(B.domain_id, Member(name, True, False, decodes_only, converts), 0.0)
+    (one,) = table.peers(A.domain_id, "me", DOMAINS, 1.0).elsewhere
+    assert (one.loaders, one.converters, one.publishers) == (2, 1, 0)
+
+
 _EVENTS = st.lists(
     st.tuples(
         st.integers(0, 3), st.booleans(), st.booleans(), st.booleans(), st.booleans(),
