@@ -42,6 +42,7 @@ from backhaul.protocols.checkpoint import UNKNOWN_WORK, Reason, primary_kind
 from backhaul.protocols.match_history import MatchHistory, observe
 from backhaul.protocols.metrics import NONE
 from backhaul.protocols.options import FinishReason, Options, WorkerKind
+from backhaul.protocols.policy import Policy
 from backhaul.protocols.record import (
     Candidate,
     LoggedRequest,
@@ -453,7 +454,10 @@ class SchedulerHalf:
                 self._events.removed(request, candidate.boundary)
 
     def _learn(self, tracked: TrackedRequest, candidates: tuple[Candidate, ...]) -> None:
-        """Remember what matched, for requests of the same template and client."""
+        """Remember what matched, for requests of the same template and client. Only ``auto`` reads
+        it, so under other policies nothing is counted."""
+        if tracked.policy is not Policy.AUTO:
+            return
         grid, unit = self._facts.layout.boundary_tokens, self._facts.layout.hash_tokens
         request, hints = tracked.request, tracked.hints
         known = len(request.block_hashes) * unit

@@ -29,6 +29,7 @@ from backhaul.transfer.entries import (
     Entry,
     Tombstone,
 )
+from backhaul.transfer.eviction_queue import EvictionQueue
 from backhaul.transfer.objects import ObjectTable
 from backhaul.transfer.recent import RecentEvents
 
@@ -42,13 +43,19 @@ class CheckpointTable:
     """Not thread-safe. Knows nothing of publications and leases; its caller counts those."""
 
     def __init__(
-        self, objects: ObjectTable, counters: Counter[str], differences: DomainDifferences
+        self,
+        objects: ObjectTable,
+        counters: Counter[str],
+        queue: EvictionQueue,
+        differences: DomainDifferences,
     ) -> None:
+        """``queue``: empty; it is told of every visible checkpoint."""
         self.visible: dict[Checkpoint, None] = {}  # in the order in which they became visible
         self.pending: dict[Checkpoint, None] = {}
         self.domains_of: dict[bytes, set[Domain]] = {}  # where a boundary's hash is visible
         self.tombstones: OrderedDict[tuple[DomainId, bytes], Tombstone] = OrderedDict()
         self.recent = RecentEvents()
+        self.queue = queue
         self._objects = objects
         self._counters = counters
         self._differences = differences
@@ -103,7 +110,8 @@ class CheckpointTable:
         for kind in checkpoint.kinds:
             self._count_end(kind, duplicate=kind != primary)
         self._file(checkpoint, 1)
-        adopt(touch_chain(checkpoint, manifest, now), checkpoint)
+        self.queue.add(checkpoint)
+        self._adopt(self._touch_chain(checkpoint, manifest, now), checkpoint)
 
     def merge(self, checkpoint: Checkpoint, manifest: CheckpointManifest, now: float) -> None:
         """A visible checkpoint was published again, perhaps for another logical end."""
@@ -114,7 +122,7 @@ class CheckpointTable:
         for kind in checkpoint.kinds[before:]:
             self._count_end(kind, duplicate=True)
         self._counters["checkpoints_merged"] += 1
-        touch_chain(checkpoint, manifest, now)
+        self._touch_chain(checkpoint, manifest, now)
 
     def discard(self, checkpoint: Checkpoint) -> None:
         """Forget a pending checkpoint that nobody works on any more."""
@@ -130,7 +138,8 @@ class CheckpointTable:
         del self.visible[checkpoint]
         del domain.checkpoints[block_hash]
         self._file(checkpoint, -1)
-        orphan(checkpoint)
+        self._orphan(checkpoint)
+        self.queue.remove(checkpoint)
         homes = self.domains_of[block_hash]
         homes.remove(domain)
         if not homes:
@@ -216,6 +225,51 @@ class CheckpointTable:
             return _unusable(tombstone, Reason.EVICTED, now - tombstone.evicted_at)
         return None
 
+    def touch(self, checkpoint: Checkpoint, now: float) -> None:
+        """Count a use."""
+        checkpoint.used_at = now
+        self.queue.changed(checkpoint)
+
+    def works_anew(self, domain: Domain) -> None:
+        """The domain's work is another one now."""
+        for checkpoint in domain.checkpoints.values():
+            self.queue.changed(checkpoint)
+
+    def _touch_chain(
+        self, checkpoint: Checkpoint, manifest: CheckpointManifest, now: float
+    ) -> Checkpoint | None:
+        """Count a use of the checkpoint and of those that it extends; answers the deepest of these
+        that is visible."""
+        parent = None
+        domain = checkpoint.domain
+        grid, unit = domain.boundary_tokens, domain.record.layout.hash_tokens
+        for boundary in range(grid, manifest.boundary + 1, grid):
+            met = domain.checkpoints.get(manifest.hashes[boundary // unit - 1])
+            if met is not None and met.boundary == boundary:
+                self.touch(met, now)
+                if met.visible and met is not checkpoint:
+                    parent = met
+        return parent
+
+    def _adopt(self, parent: Checkpoint | None, checkpoint: Checkpoint) -> None:
+        """Note that a visible checkpoint extends another one."""
+        checkpoint.parent = parent
+        self.queue.changed(checkpoint)
+        if parent is not None:
+            parent.children[checkpoint] = None
+            self.queue.changed(parent)
+
+    def _orphan(self, checkpoint: Checkpoint) -> None:
+        """A checkpoint goes: those that extend it extend its parent, too."""
+        parent = checkpoint.parent
+        if parent is not None:
+            del parent.children[checkpoint]
+            self.queue.changed(parent)
+        for child in checkpoint.children:
+            self._adopt(parent, child)
+        checkpoint.parent = None
+        checkpoint.children.clear()
+
     def _file(self, checkpoint: Checkpoint, sign: int) -> None:
         """Count a visible checkpoint in or out."""
         kind = primary_kind(checkpoint.kinds)
@@ -225,41 +279,6 @@ class CheckpointTable:
     def _count_end(self, kind: CheckpointKind, *, duplicate: bool) -> None:
         self._counters[f"logical_ends_{kind}"] += 1
         self._counters[f"duplicate_ends_{kind}"] += duplicate
-
-
-def touch_chain(
-    checkpoint: Checkpoint, manifest: CheckpointManifest, now: float
-) -> Checkpoint | None:
-    """Count a use of the checkpoint and of those that it extends; answers the deepest of these
-    that is visible."""
-    parent = None
-    domain = checkpoint.domain
-    unit = domain.record.layout.hash_tokens
-    for boundary in range(domain.boundary_tokens, manifest.boundary + 1, domain.boundary_tokens):
-        met = domain.checkpoints.get(manifest.hashes[boundary // unit - 1])
-        if met is not None and met.boundary == boundary:
-            met.used_at = now
-            if met.visible and met is not checkpoint:
-                parent = met
-    return parent
-
-
-def adopt(parent: Checkpoint | None, checkpoint: Checkpoint) -> None:
-    """Note that a visible checkpoint extends another one."""
-    checkpoint.parent = parent
-    if parent is not None:
-        parent.children[checkpoint] = None
-
-
-def orphan(checkpoint: Checkpoint) -> None:
-    """A checkpoint goes: those that extend it extend its parent, too."""
-    parent = checkpoint.parent
-    if parent is not None:
-        del parent.children[checkpoint]
-    for child in checkpoint.children:
-        adopt(parent, child)
-    checkpoint.parent = None
-    checkpoint.children.clear()
 
 
 def with_diverged(

@@ -170,7 +170,9 @@ class BlockIndex:
         self.counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         differences = DomainDifferences()
         self.members = MemberTable(differences)
-        self.checkpoints = CheckpointTable(self.objects, self.counters, differences)
+        self.checkpoints = CheckpointTable(
+            self.objects, self.counters, self.strategy.queue(), differences
+        )
         self.publications = PublicationTable(
             self.objects, self.checkpoints, self.counters, self.admission
         )
@@ -249,6 +251,8 @@ class BlockIndex:
                     reclaimer = self._reclaimer(list(sizes.values()), now)
                 reclaimer.make_room(nbytes)
             grants[index] = self.publications.grant_new(publication, key, nbytes)
+        if reclaimer is not None:
+            reclaimer.close()
         answered = [grant for grant in grants if grant is not None]
         if any(grant.status is GrantStatus.FULL for grant in answered):
             self.checkpoints.recent.note(now, "refused", Reason.STORE_FULL, domain_id)
@@ -274,8 +278,9 @@ class BlockIndex:
         check_commit(domain, rank, written)
         required = required_keys(domain, rank, manifest) if manifest else []
         publication = self._join(publication_id, domain, now)
-        if manifest is not None and any(manifest.work):
+        if manifest is not None and any(manifest.work) and manifest.work != domain.work:
             domain.work = manifest.work
+            self.checkpoints.works_anew(domain)
         self.counters["commits"] += 1
         for item in written:
             self.publications.complete(publication, item)
@@ -421,7 +426,7 @@ class BlockIndex:
         found = self._find(domain, boundary_hashes, above_tokens, now)
         usable = found.usable
         for checkpoint in found.used:
-            checkpoint.used_at = now
+            self.checkpoints.touch(checkpoint, now)
         self._count_hit(usable, counted=follow_up and above_tokens > 0)
         if not follow_up:
             self._count_candidates(found.matches)
@@ -452,7 +457,7 @@ class BlockIndex:
         self.counters["leases_read"] += not lease.readable
         locations = locate(lease, keys)
         for checkpoint in lease.checkpoints:
-            checkpoint.used_at = now
+            self.checkpoints.touch(checkpoint, now)
         return locations
 
     def renew(self, lease_id: LeaseId, lease_s: float, now: float) -> None:
@@ -558,14 +563,13 @@ class BlockIndex:
 
         held = [publication.held.values() for publication in self.publications.open.values()]
         held += [publication.reserved.values() for publication in self.publications.open.values()]
-        visible = self.checkpoints.visible
         leased = {
             checkpoint for lease in self.leases.valid.values() for checkpoint in lease.checkpoints
         }
         return Reclaimer(
             self.objects,
             pinned_entries(held, [*leased, *self.checkpoints.pending]),
-            self.strategy.order([one for one in visible if not one.leases], now),
+            self.checkpoints.queue.candidates(now, leased),
             lambda checkpoint: self.checkpoints.evict(checkpoint, now),
             drop_loose,
             sizes,

@@ -76,6 +76,20 @@ def test_auto_learns_that_a_clients_replies_do_not_come_back(pair: Pair) -> None
     pair.check_idle()
 
 
+def test_only_auto_learns(pair: Pair) -> None:
+    """Nothing else reads what was learnt."""
+    one = engine(pair, "both")
+    facts = {"reasoning": False, "template": "t", "client": "c"}
+    for turn in range(4):
+        prompt = tokens(3 * B, turn)
+        run(one, prompt + tokens(4, 90), 2 * B, u_end=3 * B, **facts)
+        pair.check_idle()
+        run(one, prompt + tokens(5 * B, 91 + turn), 1, u_end=3 * B, publish=False, **facts)
+    last = run(one, tokens(3 * B, 50), B, u_end=2 * B, policy="auto", **facts)
+    assert last.params["backhaul"]["chosen"]["why"] == "no_reasoning"
+    pair.check_idle()
+
+
 def test_the_second_leg_follows_the_first(pair: Pair) -> None:
     decode = engine(pair, "auto")
     for ends, expected in (([U], [(4 * B, {U})]), ([D], [(4 * B, {U}), (8 * B, {D})])):

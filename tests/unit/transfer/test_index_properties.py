@@ -445,6 +445,14 @@ class IndexMachine(RuleBasedStateMachine):
             assert admitted <= budget.burst_bytes + earned + max(-budget.balance, 0)
 
     @invariant()
+    def the_queue_keeps_to_the_rule(self) -> None:
+        """Without sorting, and in whatever way things came about, the strategy's order."""
+        visible = self.index.checkpoints.visible
+        leased = {one for one in visible if one.leases}
+        expected = self.index.strategy.order([one for one in visible if not one.leases], self.now)
+        assert list(self.index.checkpoints.queue.candidates(self.now, leased)) == list(expected)
+
+    @invariant()
     def leased_objects_stay_where_they_are(self) -> None:
         """A valid lease reads the same bytes as when it was granted; an ended one nothing."""
         for lease, places in list(self.readable.items()):
