@@ -331,8 +331,6 @@ class BlockIndex:
     ) -> list[PublicationId]:
         """Give publications their full life again. Answers those that are unknown by now."""
         now = self.expire(now)
-        for publication_id in publication_ids:
-            check_name("publication id", publication_id)
         unknown = []
         for publication_id in publication_ids:
             publication = self.publications.open.get(publication_id)

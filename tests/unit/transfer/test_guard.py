@@ -298,6 +298,18 @@ def hash_request(method: str, block_hash: bytes) -> Any:
     return request
 
 
+def test_a_name_that_no_publication_can_have_does_not_end_the_others() -> None:
+    """Requests are named by whoever sends them."""
+    catalog, index = make_catalog()
+    reserve = store_pb2.ReserveRequest(domain_id=DOMAIN, publication_id="p")
+    assert answered("Reserve", reserve, catalog).code is grpc.StatusCode.OK
+    before = index.publications.open[PublicationId("p")].expires_at
+    index.publications.open[PublicationId("p")].expires_at = 0.0
+    request = store_pb2.KeepAliveRequest(publication_ids=["x" * 5000, "", "p"])
+    assert answered("KeepAlive", request, catalog).code is grpc.StatusCode.OK
+    assert index.publications.open[PublicationId("p")].expires_at >= before
+
+
 @pytest.mark.parametrize("length", [0, 65, 1 << 20])
 @pytest.mark.parametrize(
     "method", ["Lookup", "Announce", "Reserve", "Commit", "Commit manifest", "ListCheckpoints"]
