@@ -18,7 +18,6 @@ pytest.importorskip("vllm")
 import torch
 
 from backhaul.connector.catalog import Catalog
-from backhaul.connector.foreign import largest_sources
 from backhaul.connector.messages import BlockRef, LoadJob, PublishJob, StepMetadata
 from backhaul.connector.worker import WorkerHalf
 from backhaul.protocols.checkpoint import (
@@ -38,6 +37,7 @@ from backhaul.protocols.options import Options
 from backhaul.protocols.sharding import Part, Rows, page_bytes
 from backhaul.transfer.backends.inprocess import InProcessPool, InProcessStore
 from backhaul.transfer.base import LookupResult, TransferResult, Written
+from backhaul.transfer.foreign import largest_sources
 
 BLOCKS, TOKENS, KERNEL_BLOCKS = 6, 8, 2
 HEADS, CONTENT = 4, 10
