@@ -1,15 +1,17 @@
-"""Cost of finding U_end while rendering, against the plain render of the same template.
+"""Cost of finding U_end, against the same without.
 
-Measures, per template and conversation length, in pairs whose order alternates, the thread's
-processor time (so that other load on the machine counts less):
+Two measurements, each in pairs whose order alternates, of processor time, so that other load on the
+machine counts less:
 
-- ``plain``: the template as transformers renders it.
-- ``cost``: the marked render less the plain one of the same pair; median and quartiles.
-- ``examine``: once per template, what parsing, examining and compiling it with marks takes on top.
+*The whole hook* (default): all that an unmodified server pays per request, in vLLM's own front end
+without an engine. Render time is what the server does with a request's messages: it renders them,
+tokenises the text, and makes sampling parameters; tokenising counts on both sides. Time that other
+load adds only ever adds, so an arm's time is its 10th percentile.
 
-Tokenising the suffix is not in it: it is some ten tokens, and kept from the first request on.
+*The marks alone* (``--marks``): one template's render with marks and without; and once per
+template, what parsing, examining and compiling it takes on top.
 
-    python -m backhaul.benchmarks.render chat_template.jinja --output render.json
+    python -m backhaul.benchmarks.render chat_template.jinja --tokenizer tokenizer.json
 """
 
 from __future__ import annotations
@@ -18,21 +20,28 @@ import gc
 import json
 import os
 import platform
+import shutil
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import jinja2
 import typer
 from rich.table import Table
 
 from backhaul.deploy.console import Console
+from backhaul.deploy.tiny_model import build_tiny_model
 from backhaul.protocols.errors import ConfigError
+from backhaul.protocols.policy import Policy
 from backhaul.render import lint
 from backhaul.render.template import MarkedTemplate, environment
+
+if TYPE_CHECKING:
+    from backhaul.connector.front_end import HookedAndPlain
 
 console = Console()
 
@@ -119,6 +128,86 @@ def _timed_ms(run: Callable[[], object]) -> float:
     return (time.thread_time() - started) * 1e3
 
 
+@dataclass(frozen=True)
+class Served:
+    """One template and length in vLLM's front end. Times in milliseconds: 10th percentiles, their
+    difference, and the median of the pairs' differences."""
+
+    template: str
+    turns: int
+    tokens: int
+    render_ms: float
+    cost_ms: float
+    cost_percent: float
+    paired_cost_ms: float
+
+
+def measure_served(
+    name: str, source: str, tokenizer: Path | None, policy: str, lengths: list[tuple[int, int, int]]
+) -> list[Served]:
+    """Time the whole hook. ``lengths``: turns, characters per message and pairs to time."""
+    from backhaul.connector.front_end import HookedAndPlain
+
+    with tempfile.TemporaryDirectory() as folder:
+        model = build_tiny_model(Path(folder) / "model")
+        (model / "chat_template.jinja").write_text(source)
+        if tokenizer is not None:
+            shutil.copy(tokenizer, model / "tokenizer.json")
+            config = json.loads((model / "config.json").read_text())
+            config |= {"vocab_size": 1 << 20, "max_position_embeddings": 1 << 20}
+            (model / "config.json").write_text(json.dumps(config))
+        pair = HookedAndPlain(model, policy)
+        try:
+            return [_served(pair, name, *length) for length in lengths]
+        finally:
+            pair.close()
+
+
+def _served(pair: HookedAndPlain, name: str, turns: int, chars: int, repeats: int) -> Served:
+    messages = conversation(turns, chars)["messages"]
+    times: dict[bool, list[float]] = {True: [], False: []}
+    tokens = 0
+    gc.disable()
+    for repeat in range(-3, repeats):
+        for on in (True, False) if repeat % 2 else (False, True):
+            pair.switch(on)
+            request = pair.request({"messages": messages})
+            gc.collect(0)
+            started = time.process_time()
+            pair.render(request, on)
+            took = (time.process_time() - started) * 1e3
+            hints = (request.kv_transfer_params or {}).get("backhaul", {})
+            if on is not ("u_end" in hints):
+                raise ConfigError(f"{name}: U_end is not found; nothing to measure")
+            tokens = hints.get("u_end", tokens)
+            if repeat >= 0:
+                times[on].append(took)
+    gc.enable()
+    hooked, plain = (statistics.quantiles(times[on], n=10)[0] for on in (True, False))
+    paired = [a - b for a, b in zip(times[True], times[False], strict=True)]
+    return Served(
+        template=name,
+        turns=turns,
+        tokens=tokens,
+        render_ms=round(plain, 4),
+        cost_ms=round(hooked - plain, 4),
+        cost_percent=round(100 * (hooked - plain) / plain, 2),
+        paired_cost_ms=round(statistics.median(paired), 4),
+    )
+
+
+def _show_served(results: list[Served]) -> None:
+    table = Table(title="The whole hook, per request")
+    for column in ("template", "turns", "tokens", "render ms", "cost ms", "cost %", "paired ms"):
+        table.add_column(column, justify="left" if column == "template" else "right")
+    for r in results:
+        table.add_row(
+            Path(r.template).stem, str(r.turns), f"{r.tokens:,}", f"{r.render_ms:.3f}",
+            f"{r.cost_ms:+.4f}", f"{r.cost_percent:+.2f}", f"{r.paired_cost_ms:+.4f}",
+        )  # fmt: skip
+    console.print(table)
+
+
 def _show(results: list[Result]) -> None:
     table = Table(title="Finding U_end while rendering (medians)")
     for column in (
@@ -143,26 +232,38 @@ def _show(results: list[Result]) -> None:
 
 def main(
     paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="As for lint-template.")],
-    turns: Annotated[str, typer.Option(help="Turns, separated by commas.")] = "1,10,100",
+    turns: Annotated[str, typer.Option(help="Turns, separated by commas.")] = "0,1,10,50",
     chars: Annotated[int, typer.Option(help="Characters per message.")] = 1000,
-    repeats: Annotated[int, typer.Option(min=4, help="Timed pairs.")] = 200,
+    repeats: Annotated[int, typer.Option(min=4, help="Timed pairs of the shortest.")] = 2000,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="tokenizer.json; default: bytes, which is no real cost.")
+    ] = None,
+    policy: Annotated[str, typer.Option(help="Of the connector.")] = Policy.BOTH,
+    marks: Annotated[bool, typer.Option(help="Time the marks alone, without vLLM.")] = False,
     output: Annotated[Path | None, typer.Option(help="Where to write results as JSON.")] = None,
 ) -> None:
     """Cost of finding U_end while rendering a chat template."""
+    counts = [int(count) for count in turns.split(",")]
+    # Longer prompts take longer and are steadier.
+    lengths = [(count, chars, max(repeats // (1 + count), 40)) for count in counts]
+    results: list[Any] = []
     try:
-        results = [
-            measure(name, source, int(count), chars, repeats)
-            for path in paths
-            for name, source in lint.load(path).items()
-            for count in turns.split(",")
-        ]
+        for path in paths:
+            for name, source in lint.load(path).items():
+                if marks:
+                    results += [measure(name, source, *length) for length in lengths]
+                else:
+                    results += measure_served(name, source, tokenizer, policy, lengths)
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from None
-    _show(results)
+    (_show if marks else _show_served)(results)
     if output is not None:
         settings = {
             "chars_per_message": chars,
             "repeats": repeats,
+            "measured": "marks" if marks else "whole hook",
+            "policy": policy,
+            "tokenizer": str(tokenizer),
             "jinja2": jinja2.__version__,
             "python": platform.python_version(),
             "cpus": os.cpu_count(),

@@ -463,8 +463,10 @@ class Publisher:
             if tracked is not None and CheckpointKind.INPUT_END in sending.kinds:
                 self._stats.count("user_turns_published", n=tracked.hints.user_turn)
             if tracked is not None:
-                above = tracked.loaded.boundary if tracked.loaded else 0
+                loaded = tracked.loaded.boundary if tracked.loaded else 0
+                above = max(loaded, tracked.announced)
                 self._events.stored(tracked.request, sending.upto, above=above)
+                tracked.announced = max(above, sending.upto)
             self._stats.observe("publish_seconds", now - sending.started)
             for kind in sending.kinds:
                 self._stats.observe("materialise_seconds", now - sending.ended_at, kind)

@@ -22,7 +22,7 @@ from backhaul.connector.endpoints import (
 )
 from backhaul.connector.engine import EngineFacts
 from backhaul.connector.events import KvEvents
-from backhaul.connector.hints import parse_hints
+from backhaul.connector.hints import parse_hints, whole_prompt
 from backhaul.connector.jobs import BlockHolds, JobBook
 from backhaul.connector.junction import bind_junction_bound
 from backhaul.connector.messages import StepMetadata, WorkerReport
@@ -59,6 +59,10 @@ _FINISH_REASONS = {
     RequestStatus.FINISHED_LENGTH_CAPPED: FinishReason.LENGTH,
     RequestStatus.FINISHED_ABORTED: FinishReason.ABORT,
 }
+
+_CUT_BY_NIXL = "_p_side_truncated"
+"""Among a request's parameters once NIXL's prefill side has dropped the prompt's last token, which
+it does before this connector sees the request."""
 
 _SETTLE_STEPPING_S = 30.0
 """How long an otherwise idle engine keeps stepping for jobs that are over but not settled. Past
@@ -174,8 +178,7 @@ class SchedulerHalf:
         """A request arrived; its lookup begins now, before a slot is free for it."""
         params = request.kv_transfer_params
         params = params if isinstance(params, dict) else {}
-        # NIXL's prefill side may have dropped the last prompt token just before.
-        dropped = 1 if params.get("_p_side_truncated") else 0
+        dropped = 1 if params.get(_CUT_BY_NIXL) else 0
         hints = parse_hints(params.get("backhaul"), request.num_prompt_tokens + dropped)
         for name in hints.rejected:
             self._stats.count("hints_rejected", name)
@@ -288,7 +291,11 @@ class SchedulerHalf:
         told = to_params(record)
         if tracked.hints.return_prompt_token_ids:
             # Not in the record: the request log does not keep what people say.
-            told["prompt_token_ids"] = list(request.prompt_token_ids or ())
+            params = request.kv_transfer_params or {}
+            cut = bool(params.get(_CUT_BY_NIXL))
+            ids = whole_prompt(request.prompt_token_ids or (), tracked.hints, cut=cut)
+            if ids is not None:
+                told["prompt_token_ids"] = ids
         return False, {"backhaul": told}
 
     # -- the engine's other questions ---------------------------------------------------------

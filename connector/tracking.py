@@ -110,6 +110,7 @@ class TrackedRequest:
     forced: list[int] = field(default_factory=list)
     takes_input_end: bool = False
     decode_end_reason: Reason | None = None
+    announced: int = 0  # tokens whose attention blocks stand in KV events already
 
     @property
     def takes_decode(self) -> bool:

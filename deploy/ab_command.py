@@ -18,6 +18,7 @@ from backhaul.deploy.arguments import (
     http_url,
     pause_of_seconds,
     seconds,
+    writing,
 )
 from backhaul.protocols.errors import ConfigError
 
@@ -160,10 +161,8 @@ def ab(
         raise typer.Exit(1) from None
     result = {"turns": turns, "arms": [_as_dict(report) for report in reports]}
     if out is not None:
-        try:
+        with writing("--out", out):
             out.write_text(json.dumps(result, indent=2) + "\n")
-        except OSError as error:
-            raise ConfigError(f"--out {str(out)!r} cannot be written: {error.strerror}") from None
     if as_json:
         print_json(result)
         return

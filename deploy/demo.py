@@ -3,10 +3,9 @@ Backhaul, and a table of what each turn reused."""
 
 from __future__ import annotations
 
+import contextlib
 import json
-import shutil
 import statistics
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -15,8 +14,10 @@ from pathlib import Path
 from rich.live import Live
 from rich.table import Table
 
+from backhaul.deploy.arguments import writing
 from backhaul.deploy.console import Console
 from backhaul.deploy.conversation import Conversation, filler, load_encoder
+from backhaul.deploy.logs import log_folder
 from backhaul.deploy.pair import Pair, Turn
 from backhaul.deploy.progress import StartProgress
 from backhaul.deploy.tiny_model import TOKEN_IDS, build_tiny_model
@@ -84,12 +85,12 @@ def run_demo(
 ) -> None:
     """Run both arms and print the tables. Raises ``ServiceError`` where a service fails."""
     model = build_tiny_model(cache_dir / "tiny-hybrid")
-    logs = Path(tempfile.mkdtemp(prefix="backhaul-demo-"))
-    console.print(f"Model {model}, logs in {logs}", soft_wrap=True)
-    console.rule("with Backhaul")
-    script, with_backhaul = _arm(console, model, logs / "with", None)
-    console.rule("without Backhaul: the same prompts, NIXL only")
-    _, without = _arm(console, model, logs / "without", script)
+    with log_folder("backhaul-demo-", keep=keep_logs) as logs:
+        console.print(f"Model {model}, logs in {logs}", soft_wrap=True)
+        console.rule("with Backhaul")
+        script, with_backhaul = _arm(console, model, logs / "with", None)
+        console.rule("without Backhaul: the same prompts, NIXL only")
+        _, without = _arm(console, model, logs / "without", script)
     console.print(turn_table("With Backhaul", with_backhaul))
     console.print(turn_table("Without Backhaul", without))
     console.print(ratio_table(with_backhaul, without))
@@ -98,10 +99,9 @@ def run_demo(
             "with": [asdict(r) for r in with_backhaul],
             "without": [asdict(r) for r in without],
         }
-        output.write_text(json.dumps(result, indent=2) + "\n")
+        with writing("--output", output):
+            output.write_text(json.dumps(result, indent=2) + "\n")
         console.print(f"Wrote {output}")
-    if not keep_logs:
-        shutil.rmtree(logs, ignore_errors=True)
 
 
 def _arm(
@@ -117,17 +117,16 @@ def _arm(
         on_progress=progress.update,
         engine_env={"VLLM_SERVER_DEV_MODE": "1"},  # for EngineClient.reset_prefix_cache
     )
-    with Live(progress.table(), console=console, refresh_per_second=4) as live:
-        progress.on_change = lambda table: live.update(table)
-        pair.__enter__()
-    try:
+    with contextlib.ExitStack() as stack:
+        with Live(progress.table(), console=console, refresh_per_second=4) as live:
+            progress.on_change = lambda table: live.update(table)
+            stack.enter_context(pair)
+        stack.enter_context(pair.naming_failures())
         console.print(f"engines healthy after {time.monotonic() - progress.started:.0f} s")
         _warm_up(pair)
         if script is None:
             return play(console, pair, model)
         return script, _replay(console, pair, script)
-    finally:
-        pair.__exit__(None, None, None)
 
 
 def _warm_up(pair: Pair) -> None:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from backhaul.transfer.backends.inspector import StoreInspector
     from backhaul.transfer.base import CheckpointInfo, DomainInfo, Visibility
 
+_BOUNDARIES_MAX = 1 << 17
+"""More than any prompt has; a log may say anything."""
 _BUFFER_BYTES = 1 << 62
 """The engine's ``convert_buffer_bytes`` is not known here: large enough, then."""
 LIMIT = 1_000
@@ -142,7 +144,7 @@ def ask(
     step = layout.boundary_tokens // layout.hash_tokens
     count = max(prompt_tokens - 1, 0) // layout.boundary_tokens  # one token is always computed
     # A log of an engine with longer blocks has no hash at every boundary, nor up to the last one.
-    ends = range(step - 1, min(count * step, len(hashes)), step)
+    ends = range(step - 1, min(count * step, len(hashes)), step)[:_BOUNDARIES_MAX]
     wanted = [hashes[end] for end in ends]
     found = inspector.lookup(target.id, wanted)
     convertible = ConvertibleDomains(inspector, target.record, _BUFFER_BYTES)

@@ -16,7 +16,7 @@ from backhaul.protocols.checkpoint import DomainId
 from backhaul.protocols.errors import StoreRejected, UnsupportedError
 from backhaul.protocols.layout import CacheLayout, Name, Text, Tokens
 
-DOMAIN_VERSION = 3
+DOMAIN_VERSION = 4
 """Version of the record's meaning.
 
 1: first version.
@@ -24,6 +24,7 @@ DOMAIN_VERSION = 3
    groups name their layers, their page's interior, whether they belong to the draft and how many
    ranks hold them alike.
 3: layers per pipeline stage; groups say how their pages are cut over ranks.
+4: groups number their layers.
 """
 
 RECORD_BYTES_MAX = 128 << 10

@@ -32,6 +32,7 @@ TOKENS_MAX = 1 << 32
 position, that many tokens times the blocks of the longest prefix, still fits 64 bits."""
 BYTES_MAX = 1 << 40
 """Bytes of a page."""
+_LAYERS_MAX = 4096
 TEXT_MAX = 4096
 """Characters of a description."""
 NAME_MAX = 256
@@ -67,6 +68,8 @@ class GroupLayout(msgspec.Struct, frozen=True, kw_only=True):
         draft: whether its layers belong to the model that drafts.
         layers: number of layers; an object holds one page of each.
         members: digest of the layers' names in their order, which is the order inside an object.
+        numbers: the layers' numbers in the model, in the same order; () where they have none. Of
+            several pipeline stages those of the first one.
         interior: what a page consists of (heads, sizes, state shapes), as people read it.
         copies: consecutive ranks that hold the same bytes; the first of them stores them for all.
         page: how a page is cut over tensor-parallel ranks, the same for any number of them; ()
@@ -81,6 +84,7 @@ class GroupLayout(msgspec.Struct, frozen=True, kw_only=True):
     draft: bool = False
     layers: _Small = 0
     members: Name = ""
+    numbers: Annotated[tuple[_Small, ...], msgspec.Meta(max_length=_LAYERS_MAX)] = ()
     interior: Text = ""
     copies: _Ranks = 1
     page: Page = ()

@@ -16,7 +16,7 @@ class HelloRequest(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., client_name: _Optional[str] = ...) -> None: ...
 
 class HelloReply(_message.Message):
-    __slots__ = ("instance_id", "agent_name", "agent_metadata", "pool_address", "capacity_bytes", "publication_ttl_s", "lease_ttl_max_s")
+    __slots__ = ("instance_id", "agent_name", "agent_metadata", "pool_address", "capacity_bytes", "publication_ttl_s", "lease_ttl_max_s", "http_address")
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     AGENT_NAME_FIELD_NUMBER: _ClassVar[int]
     AGENT_METADATA_FIELD_NUMBER: _ClassVar[int]
@@ -24,6 +24,7 @@ class HelloReply(_message.Message):
     CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
     PUBLICATION_TTL_S_FIELD_NUMBER: _ClassVar[int]
     LEASE_TTL_MAX_S_FIELD_NUMBER: _ClassVar[int]
+    HTTP_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     instance_id: str
     agent_name: str
     agent_metadata: bytes
@@ -31,7 +32,8 @@ class HelloReply(_message.Message):
     capacity_bytes: int
     publication_ttl_s: float
     lease_ttl_max_s: float
-    def __init__(self, instance_id: _Optional[str] = ..., agent_name: _Optional[str] = ..., agent_metadata: _Optional[bytes] = ..., pool_address: _Optional[int] = ..., capacity_bytes: _Optional[int] = ..., publication_ttl_s: _Optional[float] = ..., lease_ttl_max_s: _Optional[float] = ...) -> None: ...
+    http_address: str
+    def __init__(self, instance_id: _Optional[str] = ..., agent_name: _Optional[str] = ..., agent_metadata: _Optional[bytes] = ..., pool_address: _Optional[int] = ..., capacity_bytes: _Optional[int] = ..., publication_ttl_s: _Optional[float] = ..., lease_ttl_max_s: _Optional[float] = ..., http_address: _Optional[str] = ...) -> None: ...
 
 class OpenDomainRequest(_message.Message):
     __slots__ = ("record", "member", "loads", "publishes", "decodes_only", "converts", "client_name")

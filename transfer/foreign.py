@@ -15,6 +15,7 @@ from backhaul.protocols.comparison import Verdict, compare
 from backhaul.protocols.domain import DomainRecord
 from backhaul.protocols.errors import StoreError
 from backhaul.protocols.sharding import conversion, page_bytes
+from backhaul.protocols.stages import most_layers
 from backhaul.transfer.base import LookupResult
 
 logger = logging.getLogger("vllm.backhaul")
@@ -169,7 +170,7 @@ def largest_sources(ours: DomainRecord, theirs: DomainRecord) -> int:
     ranks, sources = ours.tensor_parallel, theirs.tensor_parallel
     return max(
         len({run.source for run in conversion(group.page, sources, ranks, rank)})
-        * group.layers
+        * most_layers(ours, theirs, group.index)
         * page_bytes(group.page, sources)
         for group in ours.layout.groups
         for rank in range(ranks)

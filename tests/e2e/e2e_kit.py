@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import time
@@ -16,7 +17,7 @@ import httpx
 
 from backhaul.deploy.engines import Engine, EngineSpec, StoreDaemon, backhaul_config
 from backhaul.deploy.pair import EngineClient, Leg, Pair, Turn, scrape
-from backhaul.deploy.processes import Cluster
+from backhaul.deploy.processes import Cluster, free_port
 from backhaul.deploy.tiny_model import TOKEN_IDS
 from backhaul.protocols.layout import checkpoint_objects
 from backhaul.transfer.backends.inspector import StoreInspector
@@ -216,6 +217,9 @@ class AlonePair:
             "--max-model-len=4096",
         )
         options: Mapping[str, Any] = {"stream_min_bytes": 1, "publish_on": ["stop", "length"]}
+        self.events_port = free_port()
+        endpoint = f"tcp://*:{self.events_port}"
+        events = json.dumps({"enable_kv_cache_events": True, "endpoint": endpoint})
         self.engines = [
             Engine(
                 EngineSpec(
@@ -231,7 +235,10 @@ class AlonePair:
             for name, core, role, extra in (
                 ("producer", "0", "kv_producer", ()),
                 # Keeps every boundary locally, so that it holds the states that it publishes.
-                ("both", "1", "kv_both", ("--prefix-cache-retention-interval=32",)),
+                (
+                    *("both", "1", "kv_both"),
+                    ("--prefix-cache-retention-interval=32", f"--kv-events-config={events}"),
+                ),
                 ("consumer", "0", "kv_consumer", ()),
             )
         ]
@@ -344,25 +351,31 @@ def wait_until(condition: Any, what: str, seconds: float = 20.0) -> None:
         time.sleep(0.1)
 
 
+def block_hashes(prompt: Sequence[int], end: int) -> list[Any]:
+    """vLLM's own chained hashes of a prompt's blocks up to ``end``."""
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core.kv_cache_utils import hash_block_tokens, init_none_hash
+
+    function = get_hash_fn_by_name("sha256")
+    init_none_hash(function)
+    hashes: list[Any] = []
+    for start in range(0, end, B):
+        parent = hashes[-1] if hashes else None
+        hashes.append(hash_block_tokens(function, parent, prompt[start : start + B], None))
+    return hashes
+
+
 def published_checksums(
     uri: str, prompt: Sequence[int], end: int, *, ranks: int = 1
 ) -> list[set[str]]:
     """Checksums (hex) of all objects of the checkpoint at ``end``, as their writers gave them: one
     set a rank."""
     import grpc
-    from vllm.utils.hashing import get_hash_fn_by_name
-    from vllm.v1.core.kv_cache_utils import hash_block_tokens, init_none_hash
 
     from backhaul.protocols import store_pb2 as pb
     from backhaul.protocols import store_pb2_grpc as rpc
 
-    function = get_hash_fn_by_name("sha256")
-    init_none_hash(function)
-    hashes: list[bytes] = []
-    parent = None
-    for start in range(0, end, B):
-        parent = hash_block_tokens(function, parent, prompt[start : start + B], None)
-        hashes.append(bytes(parent))
+    hashes = [bytes(value) for value in block_hashes(prompt, end)]
     store = open_store(uri, client_name="test")
     with StoreInspector(uri, timeout_s=5) as inspector:
         domain = next(d for d in inspector.domains() if d.record.layout.ranks == ranks)

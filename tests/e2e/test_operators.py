@@ -36,7 +36,7 @@ def test_doctor_sees_one_domain_and_both_engines(pair: Session) -> None:
     pair.settle()
     urls = [engine.url for engine in pair.pair.engines.values()]
     engines = [f"--engine={url}" for url in urls]
-    store = [f"--store={pair.pair.store.uri}", f"--store-http={pair.pair.store.http_url}"]
+    store = [f"--store={pair.pair.store.uri}"]
     done = subprocess.run(
         # vLLM looks at the whole machine before it first shows its settings.
         [*COMMAND, "doctor", *store, *engines, "--json", "--timeout=60"],

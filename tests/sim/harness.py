@@ -764,10 +764,12 @@ class SimEngine:
         params: dict[str, Any] | None = None,
         name: str | None = None,
         handed_over: int | None = None,
+        keys: dict[str, Any] | None = None,
     ) -> str:
         """Queue a request that yields ``output`` tokens and then stops, or is cut off.
 
-        ``handed_over`` is a last prompt token that a sibling connector is about to drop.
+        ``handed_over`` is a last prompt token that a sibling connector is about to drop, ``keys``
+        what vLLM's block hashes cover beside the tokens.
         """
         name = name or f"{self.name}-{next(self._sequence)}"
         transfer = dict(params or {})
@@ -786,6 +788,7 @@ class SimEngine:
             sampling_params=sampling,
             pooling_params=None,
             block_hasher=self.hasher,
+            **(keys or {}),
         )
         expected = cold_output(prompt, output, stops=stops)
         self._live[name] = _Live(list(prompt), expected)

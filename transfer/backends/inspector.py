@@ -34,11 +34,12 @@ class StoreInspector:
         self._channel = CatalogChannel(self.target)
 
     def hello(self) -> str:
-        """The instance id of the daemon. Raises ``StoreRejected`` for another protocol."""
+        """Where the daemon's HTTP listens, as ``host:port``; see store.proto. Raises
+        ``StoreRejected`` for another protocol."""
         request = store_pb2.HelloRequest(
             protocol_version=PROTOCOL_VERSION, client_name=f"inspector-{os.getpid()}"
         )
-        return str(self._call("Hello", request).instance_id)
+        return str(self._call("Hello", request).http_address)
 
     def stats(self) -> StoreStats:
         """Occupancy and counters."""

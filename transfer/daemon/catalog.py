@@ -113,11 +113,18 @@ class Catalog(store_pb2_grpc.CatalogServicer):
     """One daemon's catalog over one index and one pool."""
 
     def __init__(
-        self, index: BlockIndex, pool: Pool, clock: Callable[[], float] = time.monotonic
+        self,
+        index: BlockIndex,
+        pool: Pool,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        http_address: str = "",
     ) -> None:
+        """``http_address``: told to clients; see store.proto."""
         self._index = index
         self._pool = pool
         self._clock = clock
+        self._http_address = http_address
         self._changed = asyncio.Event()
 
     def expire(self) -> None:
@@ -142,6 +149,7 @@ class Catalog(store_pb2_grpc.CatalogServicer):
             capacity_bytes=self._pool.capacity_bytes,
             publication_ttl_s=self._index.publication_ttl_s,
             lease_ttl_max_s=self._index.lease_max_s,
+            http_address=self._http_address,
         )
 
     @_answering

@@ -211,7 +211,7 @@ def test_who_only_loads_says_that_the_store_is_out_of_reach(error: StoreError) -
     with running(Answers(error, error, ALONE), loader, wants_path=False) as (_, said):
         eventually(lambda: len(said) == 2)
         assert "path to here" in said[0] and str(error) in said[0] and "\n" not in said[0]
-        assert "path found" in said[1]
+        assert "is reached" in said[1]
 
 
 def test_a_loader_that_would_convert_is_told_apart_from_one_that_cannot() -> None:

@@ -64,7 +64,7 @@ def test_equal_records_have_one_id_and_no_difference() -> None:
 
 def test_the_encoding_is_canonical_and_never_changes_within_a_version() -> None:
     """A change of this digest parts every running cluster: raise DOMAIN_VERSION with it."""
-    assert (DOMAIN_VERSION, RECORD.domain_id) == (3, "9998e50e74e12978")
+    assert (DOMAIN_VERSION, RECORD.domain_id) == (4, "f39b4712d47f79eb")
     text = json.dumps(json.loads(RECORD.canonical()), sort_keys=True, separators=(",", ":"))
     assert text.encode() == RECORD.canonical()
 
@@ -76,7 +76,9 @@ def test_a_record_of_another_version_is_refused_by_its_version(version: int) -> 
         {"version": version, "of": "another shape"},
         {**msgspec.to_builtins(RECORD), "version": version},
     ):
-        with pytest.raises(StoreRejected, match=rf"of version {version}, this side speaks 3"):
+        with pytest.raises(
+            StoreRejected, match=rf"of version {version}, this side speaks {DOMAIN_VERSION}"
+        ):
             parse_domain(msgspec.json.encode(record))
 
 
