@@ -1,21 +1,24 @@
 """Cost of finding U_end, against the same without.
 
-Two measurements, each in pairs whose order alternates, of processor time, so that other load on the
-machine counts less:
+Two measurements, of processor time, so that other load on the machine counts less; what is compared
+alternates:
 
-*The whole hook* (default): all that an unmodified server pays per request, in vLLM's own front end
-without an engine. Render time is what the server does with a request's messages: it renders them,
-tokenises the text, and makes sampling parameters; tokenising counts on both sides. Time that other
-load adds only ever adds, so an arm's time is its 10th percentile.
+*The whole hook* (``--whole``): all that an unmodified server pays per request, in vLLM's own front
+end without an engine. *Render time* is what the server does with a request's messages, without
+hooks: it renders them, tokenises the text in its threads, and makes sampling parameters. *Cost* is
+the same with the hooks less without, where templates are rendered in the measuring thread and only
+that thread's time counts: what hooks do is in it, tokenising, which they leave alone, is not.
+Other load only ever adds time, so both are 10th percentiles.
 
-*The marks alone* (``--marks``): one template's render with marks and without; and once per
+*The marks alone* (default): one template's render with marks and without; and once per
 template, what parsing, examining and compiling it takes on top.
 
-    python -m backhaul.benchmarks.render chat_template.jinja --tokenizer tokenizer.json
+    python -m backhaul.benchmarks.render chat_template.jinja --whole --tokenizer tokenizer.json
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import os
@@ -130,8 +133,8 @@ def _timed_ms(run: Callable[[], object]) -> float:
 
 @dataclass(frozen=True)
 class Served:
-    """One template and length in vLLM's front end. Times in milliseconds: 10th percentiles, their
-    difference, and the median of the pairs' differences."""
+    """One template and length in vLLM's front end. Times in milliseconds. ``median_cost_ms``: cost
+    by medians instead of 10th percentiles."""
 
     template: str
     turns: int
@@ -139,7 +142,7 @@ class Served:
     render_ms: float
     cost_ms: float
     cost_percent: float
-    paired_cost_ms: float
+    median_cost_ms: float
 
 
 def measure_served(
@@ -163,47 +166,63 @@ def measure_served(
             pair.close()
 
 
+_COUNTED, _WARMING = 40, 10
+"""Requests of a block that count, and those before them: what a switch changes in classes makes the
+interpreter's caches of them void, which in a server happens once."""
+
+
 def _served(pair: HookedAndPlain, name: str, turns: int, chars: int, repeats: int) -> Served:
     messages = conversation(turns, chars)["messages"]
     times: dict[bool, list[float]] = {True: [], False: []}
+    whole: list[float] = []
     tokens = 0
     gc.disable()
-    for repeat in range(-3, repeats):
-        for on in (True, False) if repeat % 2 else (False, True):
-            pair.switch(on)
+    for block in range(max(2 * repeats // _COUNTED, 4)):
+        on = block % 2 == 0
+        pair.switch(on, inline=True)
+        for number in range(_WARMING + _COUNTED):
             request = pair.request({"messages": messages})
-            gc.collect(0)
-            started = time.process_time()
-            pair.render(request, on)
-            took = (time.process_time() - started) * 1e3
-            hints = (request.kv_transfer_params or {}).get("backhaul", {})
-            if on is not ("u_end" in hints):
-                raise ConfigError(f"{name}: U_end is not found; nothing to measure")
-            tokens = hints.get("u_end", tokens)
-            if repeat >= 0:
+            took = _timed_ms(functools.partial(pair.render, request))
+            if number >= _WARMING:
                 times[on].append(took)
+        hints = (request.kv_transfer_params or {}).get("backhaul", {})
+        if on is not ("u_end" in hints):
+            raise ConfigError(f"{name}: U_end is not found; nothing to measure")
+        tokens = hints.get("u_end", tokens)
+        if not on:
+            pair.switch(False, inline=False)
+            for number in range(_WARMING):
+                request = pair.request({"messages": messages})
+                started = time.process_time()
+                pair.render(request)
+                if number:
+                    whole.append((time.process_time() - started) * 1e3)
+        gc.collect(0)
     gc.enable()
-    hooked, plain = (statistics.quantiles(times[on], n=10)[0] for on in (True, False))
-    paired = [a - b for a, b in zip(times[True], times[False], strict=True)]
+    hooked, plain, base = (_tenth(some) for some in (times[True], times[False], whole))
     return Served(
         template=name,
         turns=turns,
         tokens=tokens,
-        render_ms=round(plain, 4),
+        render_ms=round(base, 4),
         cost_ms=round(hooked - plain, 4),
-        cost_percent=round(100 * (hooked - plain) / plain, 2),
-        paired_cost_ms=round(statistics.median(paired), 4),
+        cost_percent=round(100 * (hooked - plain) / base, 2),
+        median_cost_ms=round(statistics.median(times[True]) - statistics.median(times[False]), 4),
     )
+
+
+def _tenth(values: list[float]) -> float:
+    return statistics.quantiles(values, n=10)[0]
 
 
 def _show_served(results: list[Served]) -> None:
     table = Table(title="The whole hook, per request")
-    for column in ("template", "turns", "tokens", "render ms", "cost ms", "cost %", "paired ms"):
+    for column in ("template", "turns", "tokens", "render ms", "cost ms", "cost %", "by medians"):
         table.add_column(column, justify="left" if column == "template" else "right")
     for r in results:
         table.add_row(
             Path(r.template).stem, str(r.turns), f"{r.tokens:,}", f"{r.render_ms:.3f}",
-            f"{r.cost_ms:+.4f}", f"{r.cost_percent:+.2f}", f"{r.paired_cost_ms:+.4f}",
+            f"{r.cost_ms:+.4f}", f"{r.cost_percent:+.2f}", f"{r.median_cost_ms:+.4f}",
         )  # fmt: skip
     console.print(table)
 
@@ -239,7 +258,7 @@ def main(
         Path | None, typer.Option(help="tokenizer.json; default: bytes, which is no real cost.")
     ] = None,
     policy: Annotated[str, typer.Option(help="Of the connector.")] = Policy.BOTH,
-    marks: Annotated[bool, typer.Option(help="Time the marks alone, without vLLM.")] = False,
+    whole: Annotated[bool, typer.Option(help="Time the whole hook, in vLLM's front end.")] = False,
     output: Annotated[Path | None, typer.Option(help="Where to write results as JSON.")] = None,
 ) -> None:
     """Cost of finding U_end while rendering a chat template."""
@@ -250,18 +269,18 @@ def main(
     try:
         for path in paths:
             for name, source in lint.load(path).items():
-                if marks:
-                    results += [measure(name, source, *length) for length in lengths]
-                else:
+                if whole:
                     results += measure_served(name, source, tokenizer, policy, lengths)
+                else:
+                    results += [measure(name, source, *length) for length in lengths]
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from None
-    (_show if marks else _show_served)(results)
+    (_show_served if whole else _show)(results)
     if output is not None:
         settings = {
             "chars_per_message": chars,
             "repeats": repeats,
-            "measured": "marks" if marks else "whole hook",
+            "measured": "whole hook" if whole else "marks",
             "policy": policy,
             "tokenizer": str(tokenizer),
             "jinja2": jinja2.__version__,

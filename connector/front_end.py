@@ -7,6 +7,7 @@ import asyncio
 import importlib
 import importlib.util
 from collections.abc import Sequence
+from concurrent.futures import Executor, Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,7 +47,8 @@ class FrontEnd:
 
 
 class HookedAndPlain:
-    """Two front ends, one with the hooks of the plugin and one without, for what the hooks cost.
+    """A front end whose requests are rendered with the plugin's hooks or without, for what the
+    hooks cost.
 
     Args:
         model: see ``FrontEnd``.
@@ -62,18 +64,25 @@ class HookedAndPlain:
         hooked = [(owner, name, getattr(owner, name)) for owner, name, _ in u_end_plugin.hooks()]
         plain = [(owner, name, function.__wrapped__) for owner, name, function in hooked]
         self._functions = {True: hooked, False: plain}
-        self._ends: dict[bool, FrontEnd] = {}
-        for on in (True, False):
-            self.switch(on)
-            self._ends[on] = made = FrontEnd(model, arguments)
-            made.online_renderer.renderer.config.kv_transfer_config = SimpleNamespace(
-                kv_connector="BackhaulConnector", kv_connector_extra_config={"policy": policy}
-            )
+        self._end = FrontEnd(model, arguments)
+        self._renderer = self._end.online_renderer.renderer
+        self._renderer.config.kv_transfer_config = SimpleNamespace(
+            kv_connector="BackhaulConnector", kv_connector_extra_config={"policy": policy}
+        )
 
-    def switch(self, on: bool) -> None:
-        """Put the hooks in, or the functions that they are around."""
+    def switch(self, on: bool, *, inline: bool) -> None:
+        """Put the hooks in, or the functions that they are around. ``inline``: templates are
+        rendered in the caller's thread and not in the renderer's."""
+        from vllm.renderers import hf
+        from vllm.utils.async_utils import make_async
+
         for owner, name, function in self._functions[on]:
             setattr(owner, name, function)
+        # As the renderer's __init__ does it.
+        self._renderer._apply_chat_template_async = make_async(
+            hf.safe_apply_chat_template,
+            executor=_Inline() if inline else self._renderer._executor,
+        )
 
     def request(self, body: dict[str, Any]) -> Any:
         """A chat request, checked as a server checks it."""
@@ -81,22 +90,28 @@ class HookedAndPlain:
 
         return ChatCompletionRequest(**body)
 
-    def render(self, request: Any, on: bool) -> None:
-        """Messages to text, text to token ids, and to sampling parameters. ``on``: as the hooks
-        were switched."""
-        end = self._ends[on]
+    def render(self, request: Any) -> None:
+        """Messages to text, text to token ids, and to sampling parameters."""
 
         async def rendered() -> None:
-            await end.online_renderer.render_chat(request)
+            await self._end.online_renderer.render_chat(request)
             request.to_sampling_params(1, {})
 
-        end.loop.run_until_complete(rendered())
+        self._end.loop.run_until_complete(rendered())
 
     def close(self) -> None:
         """Leave the hooks in, as they were found."""
-        self.switch(True)
-        for end in self._ends.values():
-            end.close()
+        self.switch(True, inline=False)
+        self._end.close()
+
+
+class _Inline(Executor):
+    """Runs what it is given at once."""
+
+    def submit(self, function: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(function(*args, **kwargs))
+        return done
 
 
 def _cli_args() -> Any:

@@ -48,7 +48,11 @@ def parsers_of(online_renderer: Any, request: Any) -> Parsers:
 def turn_fact(request: Any) -> dict[str, Any]:
     """Whether the last message is a user's: all that policies need that always take the same
     ends."""
-    return {"user_turn": True} if _last_role(request) == "user" else {}
+    messages = getattr(request, "messages", None)
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    # Of a chat request it is a plain dictionary, which is asked without detours.
+    role = last.get("role") if type(last) is dict else _last_role(request)
+    return {"user_turn": True} if role == "user" else {}
 
 
 def message_facts(request: Any) -> dict[str, Any]:
