@@ -52,7 +52,8 @@ BlockTable = Sequence[Sequence[int]]
 
 @dataclass
 class _Sending:
-    """A dispatched job and what it is for."""
+    """A dispatched job and what it is for. ``ended_at``: when its end was reached, which of the
+    ``is_last`` one is when its request ended."""
 
     job: Job
     publication: PublicationId
@@ -60,7 +61,8 @@ class _Sending:
     tracked: TrackedRequest | None
     upto: int
     started: float
-    finished_at: float | None = None
+    ended_at: float = 0.0
+    is_last: bool = False
     pathless: bool = False
 
 
@@ -324,7 +326,7 @@ class Publisher:
                 self._stats.count("publication_failures", Reason.STATE_MISSING)
                 return
             blocks[group.index] = pairs
-        pin = Pin(boundary, blocks, kinds, passable=passable)
+        pin = Pin(boundary, blocks, kinds, passable=passable, reached_at=self._clock())
         if (old := tracked.pins.get(boundary)) is not None:
             if old.blocks == blocks:
                 return
@@ -397,8 +399,8 @@ class Publisher:
         if job is None:
             self._end_publication(publication)
             return False
-        if last:
-            self._sending[job.job_id].finished_at = self._clock()
+        sending = self._sending[job.job_id]
+        sending.is_last, sending.ended_at = last, self._clock() if last else pin.reached_at
         boundary, name = pin.boundary, manifest.hashes[-1]
         self._catalog.send(
             lambda: self._store.announce(
@@ -467,8 +469,10 @@ class Publisher:
                 self._events.stored(tracked.request, sending.upto, above=above)
                 tracked.announced = max(above, sending.upto)
             self._stats.observe("publish_seconds", now - sending.started)
-            if sending.finished_at is not None:
-                self._stats.observe("finish_to_consumable_seconds", now - sending.finished_at)
+            for kind in sending.kinds:
+                self._stats.observe("materialise_seconds", now - sending.ended_at, kind)
+            if sending.is_last:
+                self._stats.observe("finish_to_consumable_seconds", now - sending.ended_at)
         else:
             self._stats.count("publication_failures", job.reason)
         self._end_publication(sending.publication)

@@ -113,7 +113,12 @@ class SchedulerHalf:
         self._presence = Presence(
             store,
             facts.domain,
-            Member(facts.engine_id, loads=loads, publishes=publishes),
+            Member(
+                facts.engine_id,
+                loads=loads,
+                publishes=publishes,
+                converts=loads and options.convert_buffer_bytes > 0,
+            ),
             address=options.store,
             no_path=options.no_path,
             wants_path=publishes

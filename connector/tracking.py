@@ -39,6 +39,7 @@ class Pin:
         kinds: prompt ends that materialise here; empty for a decode position.
         confirmed: the step that writes the blocks has been processed: the bytes are final.
         passable: a step of many draft tokens may go past the boundary and leave no state there.
+        reached_at: when the step that computes the boundary was scheduled.
     """
 
     boundary: int
@@ -46,6 +47,7 @@ class Pin:
     kinds: tuple[CheckpointKind, ...] = ()
     confirmed: bool = False
     passable: bool = False
+    reached_at: float = 0.0
 
     @property
     def block_ids(self) -> list[int]:

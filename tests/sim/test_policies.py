@@ -54,6 +54,9 @@ def test_auto_publishes_one_end(
     assert done.params["backhaul"]["chosen"] == {"ends": [expected], "why": why}
     assert one.counters[f"chosen_ends|{expected}|{why}"] == 1
     assert one.counters["publication_failures"] == 0
+    materialised = {k: n for k, n in one.observed.items() if k.startswith("materialise_seconds")}
+    assert materialised == {f"materialise_seconds|{expected}": 1}
+    assert one.observed["finish_to_consumable_seconds"] == (expected is D)
 
 
 def test_auto_learns_that_a_clients_replies_do_not_come_back(pair: Pair) -> None:
