@@ -91,11 +91,6 @@ class Catalog:
         with self._lock:
             return len(self._leases)
 
-    @property
-    def pending_lookups(self) -> int:
-        """Lookups that were started and neither used nor dropped."""
-        return len(self._pending)
-
     def start(self, request_id: str, boundary_hashes: Sequence[bytes]) -> None:
         """Begin a lookup unless one is under way for this request."""
         if request_id in self._pending:

@@ -6,7 +6,6 @@ are compared; our page is put together from them and copied into vLLM's cache.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -32,7 +31,7 @@ from backhaul.transfer.base import (
 
 
 class Converter:
-    """One per worker. Thread-safe; one load at a time, since they share the buffer."""
+    """One per worker. One load at a time, since they share the buffer: not thread-safe."""
 
     def __init__(
         self,
@@ -48,7 +47,6 @@ class Converter:
         self._tensors = tensors
         self._num_blocks = num_blocks
         self._buffer: Bytes = np.empty(buffer_bytes, dtype=np.uint8)
-        self._lock = threading.Lock()
         self._unsettled: Unsettled | None = None
 
     @property
@@ -65,16 +63,11 @@ class Converter:
         result has nothing unsettled.
         """
         assert job.source is not None
-        deadline = time.monotonic() + timeout_s
-        if not self._lock.acquire(timeout=timeout_s):
+        if self._unsettled is not None and not self._unsettled.settled():
             return TransferResult(ok=False, reason=Reason.TIMEOUT)
-        try:
-            if self._unsettled is not None and not self._unsettled.settled():
-                return TransferResult(ok=False, reason=Reason.TIMEOUT)
-            self._unsettled = None
-            return self._load(job, ours, job.source, verify=verify, deadline=deadline)
-        finally:
-            self._lock.release()
+        self._unsettled = None
+        deadline = time.monotonic() + timeout_s
+        return self._load(job, ours, job.source, verify=verify, deadline=deadline)
 
     def _load(
         self,

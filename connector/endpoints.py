@@ -21,6 +21,7 @@ from backhaul.connector.hints import RequestHints
 from backhaul.protocols.checkpoint import CheckpointKind
 from backhaul.protocols.options import FinishReason, Options
 from backhaul.protocols.policy import Choice, Matched, Policy, Why, choose
+from backhaul.protocols.record import DecodeEndReason
 
 
 class PromptEnds(msgspec.Struct, frozen=True, kw_only=True):
@@ -172,6 +173,20 @@ def decode_end(*, committed: int, total_tokens: int, grid: int) -> int:
     last one was sampled but is no part of the computed prefix.
     """
     return max(min(committed, total_tokens - 1), 0) // grid * grid
+
+
+def why_no_decode_end(
+    *, wanted: bool, finish_included: bool, boundary: int, prompt_tokens: int
+) -> DecodeEndReason:
+    """Of a request whose D_end was not sent: why. ``boundary`` is D_end's, 0 where the request
+    never ran."""
+    if not wanted:
+        return DecodeEndReason.NOT_WANTED
+    if not finish_included:
+        return DecodeEndReason.FINISH_EXCLUDED
+    # A handed-over state lies one token before the prompt's end.
+    below = boundary < max(prompt_tokens - 1, 1)
+    return DecodeEndReason.BELOW_GRID if below else DecodeEndReason.NOT_KEPT
 
 
 def publishes_decode_end(reason: FinishReason | None, publish_on: Iterable[FinishReason]) -> bool:

@@ -62,7 +62,7 @@ def judge(peers: Peers) -> PathState:
     """The state after an answer."""
     if not peers.known:
         return PathState.UNKNOWN
-    converting = any(one.loaders and not one.field for one in peers.elsewhere)
+    converting = any(one.converters and not one.field for one in peers.elsewhere)
     return PathState.OPEN if peers.loaders or converting else PathState.NO_LOADER
 
 
@@ -87,9 +87,11 @@ def problem(known: Known, *, domain: str, store: str, no_path: NoPath) -> str:
         if known.peers.decode_loaders:
             why += f" ({known.peers.decode_loaders} that load from there only decode)"
         for one in others[:1]:
-            why += (
-                f", but {one.loaders} in domain {one.domain}, where {one.field} is "
-                f"{one.theirs or 'unset'} instead of {one.ours or 'unset'}"
+            why += f", but {one.loaders} in domain {one.domain}, " + (
+                f"where {one.field} is {one.theirs or 'unset'} instead of {one.ours or 'unset'}"
+                if one.field
+                else "which could convert what this one publishes, if convert_buffer_bytes were "
+                "not 0 there"
             )
         if not others:
             why += " yet; prefill engines need kv_role kv_consumer or kv_both and this store"

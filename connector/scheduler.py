@@ -15,10 +15,12 @@ from backhaul.connector.consumer import Consumer
 from backhaul.connector.endpoints import (
     choose_ends,
     chosen_kinds,
+    decode_end,
     may_publish_decode,
     prompt_ends,
     publishes_decode_end,
     verbatim_end,
+    why_no_decode_end,
 )
 from backhaul.connector.engine import EngineFacts
 from backhaul.connector.events import KvEvents
@@ -45,6 +47,7 @@ from backhaul.protocols.options import FinishReason, Options, WorkerKind
 from backhaul.protocols.policy import Policy
 from backhaul.protocols.record import (
     Candidate,
+    DecodeEndReason,
     LoggedRequest,
     RequestRecord,
     Selected,
@@ -110,7 +113,12 @@ class SchedulerHalf:
         self._presence = Presence(
             store,
             facts.domain,
-            Member(facts.engine_id, loads=loads, publishes=publishes),
+            Member(
+                facts.engine_id,
+                loads=loads,
+                publishes=publishes,
+                converts=loads and options.convert_buffer_bytes > 0,
+            ),
             address=options.store,
             no_path=options.no_path,
             wants_path=publishes
@@ -268,6 +276,7 @@ class SchedulerHalf:
             # num_computed_tokens counts tokens that never arrived.
             self._aborted_loads[tracked.request_id] = tracked
             self._publisher.discard(tracked)
+            tracked.decode_end_reason = self._why_no_decode_end(tracked, committed=0)
             self._write_log(tracked, tracked.record())
             return False, None
         reason = _FINISH_REASONS.get(request.status)
@@ -275,12 +284,15 @@ class SchedulerHalf:
         ended = reason in (FinishReason.STOP, FinishReason.LENGTH)
         if tracked.decode_pin and not (ended or wanted):
             self._stats.count("publication_failures", Reason.ABORTED)
+        committed = max(request.num_computed_tokens - request.num_in_flight_tokens, 0)
         published = self._publisher.on_finished(
             tracked,
             block_ids,
-            committed=max(request.num_computed_tokens - request.num_in_flight_tokens, 0),
+            committed=committed,
             publish=self._publishes_of(tracked) and wanted,
         )
+        if not published and tracked.decode_end_reason is None:
+            tracked.decode_end_reason = self._why_no_decode_end(tracked, committed=committed)
         record = tracked.record(publishing_decode_end=published)
         self._write_log(tracked, record)
         told = to_params(record)
@@ -493,6 +505,20 @@ class SchedulerHalf:
                 ),
                 token_ids=tuple(request.all_token_ids) if self._options.request_log_tokens else (),
             )
+        )
+
+    def _why_no_decode_end(self, tracked: TrackedRequest, *, committed: int) -> DecodeEndReason:
+        request = tracked.request
+        reason = _FINISH_REASONS.get(request.status)
+        return why_no_decode_end(
+            wanted=self._publishes_of(tracked) and tracked.choice.decode_end,
+            finish_included=publishes_decode_end(reason, self._options.publish_on),
+            boundary=decode_end(
+                committed=committed,
+                total_tokens=request.num_tokens,
+                grid=self._facts.layout.boundary_tokens,
+            ),
+            prompt_tokens=request.num_prompt_tokens,
         )
 
     def _publishes_of(self, tracked: TrackedRequest) -> bool:

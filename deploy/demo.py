@@ -15,11 +15,12 @@ from rich.live import Live
 from rich.table import Table
 
 from backhaul.deploy.arguments import writing
-from backhaul.deploy.console import Console
+from backhaul.deploy.console import Console, plain_table
 from backhaul.deploy.conversation import Conversation, filler, load_encoder
 from backhaul.deploy.logs import log_folder
 from backhaul.deploy.pair import Pair, Turn
 from backhaul.deploy.progress import StartProgress
+from backhaul.deploy.terminal import format_age
 from backhaul.deploy.tiny_model import TOKEN_IDS, build_tiny_model
 
 END_TOKEN = TOKEN_IDS["<|im_end|>"]
@@ -84,6 +85,7 @@ def run_demo(
     console: Console, *, cache_dir: Path, output: Path | None = None, keep_logs: bool = False
 ) -> None:
     """Run both arms and print the tables. Raises ``ServiceError`` where a service fails."""
+    started = time.monotonic()
     model = build_tiny_model(cache_dir / "tiny-hybrid")
     with log_folder("backhaul-demo-", keep=keep_logs) as logs:
         console.print(f"Model {model}, logs in {logs}", soft_wrap=True)
@@ -102,6 +104,7 @@ def run_demo(
         with writing("--output", output):
             output.write_text(json.dumps(result, indent=2) + "\n")
         console.print(f"Wrote {output}")
+    console.print(f"Both arms took {format_age(time.monotonic() - started)}")
 
 
 def _arm(
@@ -205,13 +208,13 @@ def _report(number: int, plan: Plan, turn: Turn) -> TurnReport:
 
 def turn_table(title: str, reports: Sequence[TurnReport]) -> Table:
     """One row per turn."""
-    table = Table(title=title, title_justify="left")
-    table.add_column("turn")
-    for name in ("prompt", "found locally", "loaded", "recomputed"):
-        table.add_column(name, justify="right")
-    table.add_column("loaded from")
+    table = plain_table(title)
+    table.add_column("turn", overflow="fold")
+    for name in ("prompt", "found\nlocally", "loaded", "recomputed"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("loaded\nfrom", no_wrap=True)
     for name in ("prefill s", "TTFT s"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     for r in reports:
         table.add_row(
             f"{r.turn} {r.label}",
@@ -225,10 +228,10 @@ def turn_table(title: str, reports: Sequence[TurnReport]) -> Table:
 
 def ratio_table(with_backhaul: Sequence[TurnReport], without: Sequence[TurnReport]) -> Table:
     """Without over with: how many times longer each turn takes without Backhaul."""
-    table = Table(title="Without / with", title_justify="left")
-    table.add_column("turn")
-    for name in ("recomputed tokens", "prefill time", "time to first token"):
-        table.add_column(name, justify="right")
+    table = plain_table("Without / with")
+    table.add_column("turn", overflow="fold")
+    for name in ("recomputed\ntokens", "prefill\ntime", "time to\nfirst token"):
+        table.add_column(name, justify="right", no_wrap=True)
     rows = []
     for a, b in zip(with_backhaul, without, strict=True):
         row = (

@@ -270,6 +270,12 @@ ENGINE: dict[str, Metric] = {
     "finish_to_consumable_seconds": _histogram(
         "Time from a request's end to its D_end being consumable.", _LOAD_BUCKETS_S
     ),
+    "materialise_seconds": _histogram(
+        "Time from a logical end to its checkpoint being consumable: of what a finished request "
+        "leaves from its end, of prompt ends from the scheduling of the step that reaches them.",
+        _LOAD_BUCKETS_S,
+        KIND,
+    ),
     "forced_chunk_ends": _counter(
         "Prefill chunks that a checkpoint ended earlier than vLLM would have; each costs at most "
         "one more step.",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -33,6 +34,7 @@ class Asked(Protocol):
         *,
         above_tokens: int = 0,
         lease_s: float = 0.0,
+        follow_up: bool = False,
         timeout_s: float,
     ) -> LookupResult:
         """Checkpoints of a prefix."""
@@ -66,27 +68,28 @@ class ConvertibleDomains:
         lease_s: float,
         timeout_s: float,
     ) -> tuple[LookupResult, Foreign | None]:
-        """Add what a convertible domain holds beyond the deepest checkpoint of one's own.
+        """Add what a convertible domain holds beyond the deepest checkpoint of one's own: the one
+        that reaches furthest, and the next one where that cannot be asked or has lost it.
 
         Matches of such a domain that are not added keep ``DOMAIN_MISMATCH`` and get the field that
         differs. Never raises: without an answer the lookup stays as it was. With ``lease_s`` 0, of
         whoever only looks, the matches come without a lease.
         """
+        until = time.monotonic() + timeout_s
         deepest = max((m.boundary for m in found.matches if m.consumable), default=0)
+        reach: dict[DomainId, int] = {}  # domain -> its deepest checkpoint, the deepest first
+        for match in filter(_may_be_converted, found.matches):
+            for domain in (match.domain, *match.also_in):
+                reach.setdefault(domain, match.boundary)
+        asked = {domain: self._ask(domain, _left(until)) for domain in reach}
         added: dict[int, CheckpointMatch] = {}
         foreign: Foreign | None = None
-        domains = dict.fromkeys(m.domain for m in found.matches if _may_be_converted(m))
-        asked = {domain: self._ask(domain, timeout_s) for domain in domains}
-        for match in found.matches:
-            if not _may_be_converted(match) or match.boundary <= deepest:
-                continue
-            record, _ = asked[match.domain]
-            if record is None:
-                continue
-            foreign, added = self._lookup(
-                record, boundary_hashes, deepest, lease_s=lease_s, timeout_s=timeout_s
-            )
-            break
+        for domain, boundary in reach.items():
+            record, _ = asked[domain]
+            if record is not None and boundary > deepest and not added:
+                foreign, added = self._lookup(
+                    record, boundary_hashes, deepest, lease_s=lease_s, timeout_s=_left(until)
+                )
         matches = tuple(
             added.get(match.boundary)
             or (
@@ -110,7 +113,12 @@ class ConvertibleDomains:
         domain = record.domain_id
         try:
             result = self._store.lookup(
-                domain, boundary_hashes, above_tokens=above, lease_s=lease_s, timeout_s=timeout_s
+                domain,
+                boundary_hashes,
+                above_tokens=above,
+                lease_s=lease_s,
+                follow_up=True,
+                timeout_s=timeout_s,
             )
         except StoreError as error:
             logger.debug("backhaul: lookup in domain %s failed: %s", domain, error)
@@ -167,6 +175,11 @@ def largest_sources(ours: DomainRecord, theirs: DomainRecord) -> int:
         for group in ours.layout.groups
         for rank in range(ranks)
     )
+
+
+def _left(until: float) -> float:
+    """Seconds; at least a millisecond, so that a call that is late fails by its own deadline."""
+    return max(until - time.monotonic(), 0.001)
 
 
 def _may_be_converted(match: CheckpointMatch) -> bool:

@@ -57,6 +57,7 @@ from backhaul.transfer.checkpoints import (
     with_incomplete,
 )
 from backhaul.transfer.deadlines import Deadlines
+from backhaul.transfer.differences import DomainDifferences
 from backhaul.transfer.entries import (
     ANNOUNCEMENTS_MAX,
     DOMAINS_MAX,
@@ -81,6 +82,7 @@ from backhaul.transfer.index_input import (
     check_boundary,
     check_commit,
     check_hash,
+    check_hashes,
     check_name,
     check_wants,
     required_keys,
@@ -166,8 +168,11 @@ class BlockIndex:
         self.leases = LeaseTable(instance_id)
         self.announcements: dict[Announcement, None] = {}  # oldest first
         self.counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
-        self.members = MemberTable()
-        self.checkpoints = CheckpointTable(self.objects, self.counters, self.strategy.queue())
+        differences = DomainDifferences()
+        self.members = MemberTable(differences)
+        self.checkpoints = CheckpointTable(
+            self.objects, self.counters, self.strategy.queue(), differences
+        )
         self.publications = PublicationTable(
             self.objects, self.checkpoints, self.counters, self.admission
         )
@@ -205,8 +210,7 @@ class BlockIndex:
         check_name("member", member.name)
         now = self._now
         self.members.join(domain_id, member, now)
-        records = {one.id: one.record for one in self.domains.values()}
-        return self.members.peers(domain_id, member.name, records, now)
+        return self.members.peers(domain_id, member.name, self.domains, now)
 
     # -- publications -------------------------------------------------------------------------
 
@@ -373,7 +377,13 @@ class BlockIndex:
         """The deepest checkpoint of the prefix that is announced or pending and deeper than any
         visible one; None where nothing is worth waiting for."""
         now = self.expire(now)
-        domain = self._domain(domain_id, now)
+        check_hashes(boundary_hashes)
+        return self._awaited(self._domain(domain_id, now), boundary_hashes, above_tokens)
+
+    @staticmethod
+    def _awaited(
+        domain: Domain, boundary_hashes: Sequence[bytes], above_tokens: int
+    ) -> Awaited | None:
         for boundary, block_hash in deepest_first(domain, boundary_hashes):
             if boundary <= above_tokens:
                 break
@@ -392,35 +402,39 @@ class BlockIndex:
         above_tokens: int,
         lease_s: float,
         now: float,
+        *,
+        follow_up: bool = False,
     ) -> LookupAnswer:
         """Checkpoints of the prefix above ``above_tokens``: up to ``MATCHES_MAX`` consumable ones,
         under one lease, as many of which something is known that makes them unusable, a few that
         extend the deepest one by other tokens, and where objects of one class end. At most one per
-        boundary."""
+        boundary.
+
+        ``follow_up``: another domain was asked first and counted the lookup, of which only the hit
+        counts here, where ``above_tokens`` 0 says that there was none."""
         now = self.expire(now)
         domain = self._domain(domain_id, now)
+        check_hashes(boundary_hashes)
         lease_s = min(seconds("lease_s", lease_s), self.lease_max_s)
         if lease_s:
             self.leases.check_room()
-        self.counters["lookups"] += 1
-        self.admission.credit(len(boundary_hashes) * domain.boundary_tokens)
+        if not follow_up:
+            self.counters["lookups"] += 1
+            self.admission.credit(len(boundary_hashes) * domain.boundary_tokens)
         found = self._find(domain, boundary_hashes, above_tokens, now)
         usable = found.usable
         for checkpoint in found.used:
             self.checkpoints.touch(checkpoint, now)
-        self._count_hit(usable)
-        self._count_candidates(found.matches)
-        for match in found.matches:
-            if match.reason is not None:
-                self.checkpoints.recent.note(
-                    now, "not consumable", match.reason, domain_id, match.boundary, match.kinds
-                )
+        self._count_hit(usable, counted=follow_up and above_tokens > 0)
+        if not follow_up:
+            self._count_candidates(found.matches)
+            self._note_unusable(found.matches, domain_id, now)
+        awaited = self._awaited(domain, boundary_hashes, above_tokens)
         lease_id = None
-        if usable and lease_s:
+        if usable and lease_s:  # at the very end: what raises leaves no lease
             lease = self.leases.grant(domain, tuple(usable), now + lease_s)
             self._deadlines.push(lease)
             lease_id = lease.id
-        awaited = self.awaited(domain_id, boundary_hashes, above_tokens, now)
         return LookupAnswer(found.matches, lease_id, awaited, found.extent)
 
     def peek(
@@ -430,6 +444,7 @@ class BlockIndex:
         now = self.expire(now)
         if (domain := self.domains.get(domain_id)) is None:
             raise _unknown(domain_id)
+        check_hashes(boundary_hashes)
         found = self._find(domain, boundary_hashes, above_tokens, now)
         return LookupAnswer(found.matches, None, None, found.extent)
 
@@ -572,7 +587,7 @@ class BlockIndex:
         used: list[Checkpoint] = []
         matches: list[CheckpointMatch] = []
         unusable = 0
-        for boundary, block_hash in deepest_first(domain, boundary_hashes):
+        for boundary, block_hash in self.checkpoints.known(domain, boundary_hashes):
             checkpoint = domain.checkpoints.get(block_hash)
             if checkpoint is not None and checkpoint.visible and checkpoint.boundary == boundary:
                 if boundary > above_tokens and len(usable) < MATCHES_MAX:
@@ -594,9 +609,19 @@ class BlockIndex:
         matches = with_incomplete(matches, incomplete, above_tokens)
         return _Found(tuple(matches), usable, used, extent)
 
-    def _count_hit(self, usable: Sequence[Checkpoint]) -> None:
+    def _note_unusable(
+        self, matches: Sequence[CheckpointMatch], domain_id: DomainId, now: float
+    ) -> None:
+        for match in matches:
+            if match.reason is not None:
+                self.checkpoints.recent.note(
+                    now, "not consumable", match.reason, domain_id, match.boundary, match.kinds
+                )
+
+    def _count_hit(self, usable: Sequence[Checkpoint], *, counted: bool) -> None:
+        """``counted``: the lookup's hit, that is; a checkpoint's own hits always count."""
         if usable:
-            self.counters["hits"] += 1
+            self.counters["hits"] += not counted
             self.counters["checkpoints_hit"] += usable[0].hits == 0
             usable[0].hits += 1
 

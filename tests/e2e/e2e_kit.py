@@ -15,7 +15,13 @@ from typing import Any, Self
 
 import httpx
 
-from backhaul.deploy.engines import Engine, EngineSpec, StoreDaemon, backhaul_config
+from backhaul.deploy.engines import (
+    Engine,
+    EngineSpec,
+    StoreDaemon,
+    backhaul_config,
+    pair_config,
+)
 from backhaul.deploy.pair import EngineClient, Leg, Pair, Turn, scrape
 from backhaul.deploy.processes import Cluster, free_port
 from backhaul.deploy.tiny_model import TOKEN_IDS
@@ -260,8 +266,12 @@ class AlonePair:
 
 
 class Solo:
-    """One engine that runs Backhaul alone (``kv_both``), with a store of its own: it publishes what
-    it decodes, forgets it, and loads it again. Started by whoever runs ``services``."""
+    """One engine that runs Backhaul (``kv_both``): it publishes what it decodes, forgets it, and
+    loads it again. Started by whoever runs ``services``.
+
+    It has a store of its own, unless it shares another's ``store``; with ``nixl`` it runs Backhaul
+    beside NIXL, as one worker of a P/D pair.
+    """
 
     def __init__(
         self,
@@ -271,15 +281,19 @@ class Solo:
         core: str,
         args: Sequence[str],
         env: Mapping[str, str],
+        store: StoreDaemon | None = None,
+        nixl: bool = False,
     ) -> None:
-        self.store = StoreDaemon(log_dir, name=f"store-{model.name}", capacity="128MiB")
-        options: Mapping[str, Any] = {"stream_min_bytes": 1, "publish_on": ["stop", "length"]}
+        self.store = store or StoreDaemon(log_dir, name=f"store-{model.name}", capacity="128MiB")
+        configure = pair_config if nixl else backhaul_config
         self.engine = Engine(
             EngineSpec(
-                name=model.name,
+                name=model.name if store is None else f"{model.name}-decode",
                 model=model,
                 cores=core,
-                kv_transfer_config=backhaul_config(self.store.uri, **options),
+                kv_transfer_config=configure(
+                    self.store.uri, stream_min_bytes=1, publish_on=["stop", "length"]
+                ),
                 args=(
                     "--max-model-len=1024",
                     "--num-gpu-blocks-override=512",
@@ -289,7 +303,7 @@ class Solo:
             ),
             log_dir,
         )
-        self.services = (self.store, self.engine)
+        self.services = (self.engine,) if store else (self.store, self.engine)
         self.client = EngineClient(self.engine)
 
     def run(self, prompt: Sequence[int], max_tokens: int = 8, **more: Any) -> Leg:

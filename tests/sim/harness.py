@@ -704,6 +704,8 @@ class SimEngine:
         self._unchecked: list[Finished] = []
         self.counters: Counter[str] = Counter()
         """The connector's counters as vLLM's statistics carry them, ``name|label``."""
+        self.observed: Counter[str] = Counter()
+        """How often each of its histograms was observed, by the same names."""
         self.steps = 0
         self._start(ranks, wrap, store is not None)
 
@@ -872,6 +874,9 @@ class SimEngine:
         stats = stats.get("BackhaulConnector", stats)  # inside MultiConnector
         for name, value in stats.get("counters", {}).items():
             self.counters[name] += value
+        for name, values in stats.get("observations", {}).items():
+            assert all(value >= 0 for value in values), name
+            self.observed[name] += len(values)
 
     def _end(self, name: str, live: _Live, reason: str, params: dict[str, Any]) -> None:
         expected = live.expected if reason != "abort" else live.expected[: len(live.output)]

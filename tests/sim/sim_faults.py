@@ -266,6 +266,7 @@ class FaultyStore(Store):
         above_tokens: int = 0,
         lease_s: float = 0.0,
         wait_s: float = 0.0,
+        follow_up: bool = False,
         timeout_s: float,
     ) -> LookupResult:
         if self._faults.strikes("lookup_bug"):
@@ -281,6 +282,7 @@ class FaultyStore(Store):
             above_tokens=above_tokens,
             lease_s=lease_s,
             wait_s=wait_s,
+            follow_up=follow_up,
             timeout_s=timeout_s,
         )
         if result.lease is not None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from backhaul.protocols.checkpoint import Tag, primary_kind
-from backhaul.protocols.record import CANDIDATES_MAX, RequestRecord
+from backhaul.protocols.record import CANDIDATES_MAX, DecodeEndReason, RequestRecord
 
 if TYPE_CHECKING:
     from harness import Finished, SimEngine
@@ -54,6 +54,11 @@ def check_record(engine: SimEngine, done: Finished) -> RequestRecord:
     ends = record.forced_chunk_ends
     assert len(set(ends)) == len(ends), f"forced chunk ends {ends}"
     assert all(0 < end <= len(done.history) for end in ends), f"forced chunk ends {ends}"
+    reasons = {None, DecodeEndReason.NO_PUBLICATION_PATH}
+    if record.publishing_decode_end:
+        assert record.decode_end_reason in reasons
+    else:
+        assert record.decode_end_reason is not None
     prefill = done.prefill
     if prefill is not None:
         assert record.prompt_tokens == prefill.num_prompt_tokens

@@ -333,7 +333,7 @@ def test_a_thousand_short_requests_leave_nothing_behind(bench: Bench, asynchrono
     half = engine.backhaul._half
     engine.check_idle()
     assert not half._requests and not half._aborted_loads and not half._pinned
-    assert not half._catalog.pending_lookups
+    assert not half._catalog._pending
     publisher, consumer = half._publisher, half._consumer
     assert not (publisher._open or publisher._sending or publisher._outbox)
     assert consumer is not None and not (consumer._open or consumer._outbox)

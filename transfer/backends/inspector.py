@@ -76,10 +76,11 @@ class StoreInspector:
         *,
         above_tokens: int = 0,
         lease_s: float = 0.0,
+        follow_up: bool = False,
         timeout_s: float = math.inf,
     ) -> LookupResult:
         """What a request's lookup would be answered now. Counts as no lookup and as no use; never
-        a lease, whatever ``lease_s`` says."""
+        a lease, whatever ``lease_s`` and ``follow_up`` say."""
         request = store_pb2.LookupRequest(
             domain_id=domain, boundary_hashes=boundary_hashes, above_tokens=above_tokens, peek=True
         )

@@ -4,6 +4,8 @@ vLLM lays them out."""
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
@@ -26,15 +28,17 @@ from backhaul.protocols.checkpoint import (
     CheckpointMatch,
     DomainId,
     LeaseId,
+    ObjectKey,
     PublicationId,
     Reason,
 )
 from backhaul.protocols.domain import DomainRecord
-from backhaul.protocols.layout import CacheLayout, GroupKind, GroupLayout
+from backhaul.protocols.errors import StoreUnavailable
+from backhaul.protocols.layout import CacheLayout, GroupKind, GroupLayout, checkpoint_objects
 from backhaul.protocols.options import Options
 from backhaul.protocols.sharding import Part, Rows, page_bytes
 from backhaul.transfer.backends.inprocess import InProcessPool, InProcessStore
-from backhaul.transfer.base import TransferResult
+from backhaul.transfer.base import LookupResult, TransferResult, Written
 from backhaul.transfer.foreign import largest_sources
 
 BLOCKS, TOKENS, KERNEL_BLOCKS = 6, 8, 2
@@ -206,7 +210,8 @@ def look_up(pool: InProcessPool, ours: DomainRecord, **options: Any) -> Any:
 
 def load(rank: Rank, answer: Any) -> TransferResult:
     assert answer.foreign is not None
-    return rank.half._load(LoadJob(2, "r", answer.foreign.lease, BLOCK_REFS, answer.foreign.record))
+    job = LoadJob(2, "r", answer.foreign.lease, BLOCK_REFS, answer.foreign.record)
+    return rank.half._convert(job, until=time.monotonic() + 60)
 
 
 @pytest.mark.parametrize(
@@ -303,6 +308,118 @@ def test_a_buffer_that_a_lost_transfer_may_write_to_is_not_used(
     assert load(one, answer).reason is Reason.TIMEOUT
     lost.over = True
     assert load(one, answer).ok
+    one.half.shutdown()
+
+
+def hold(pool: InProcessPool, tensor: int, blocks: int) -> DomainId:
+    """Let a domain have the checkpoint that ends with so many blocks, of any content."""
+    store, domain = InProcessStore(pool), record(tensor)
+    store.open_domain(domain, timeout_s=1)
+    for rank in range(tensor):
+        wants = [
+            (ObjectKey(rank, group, block_hash), 64)
+            for group, block_hash in checkpoint_objects(domain.layout, blocks * TOKENS, HASHES)
+        ]
+        grants = store.reserve(domain.domain_id, PublicationId(f"{tensor}"), wants, timeout_s=1)
+        manifest = CheckpointManifest(
+            boundary=blocks * TOKENS, hashes=HASHES[:blocks], kinds=(CheckpointKind.DECODE_END,)
+        )
+        written = [Written(one.key, one.token, 0) for one in grants]
+        store.commit(
+            domain.domain_id, PublicationId(f"{tensor}"), rank, written, manifest, timeout_s=1
+        )
+    return domain.domain_id
+
+
+@pytest.mark.parametrize(("deep", "shallow"), [(1, 2), (2, 1)])
+def test_of_several_domains_the_one_that_reaches_furthest_is_asked(
+    pool: InProcessPool, deep: int, shallow: int
+) -> None:
+    furthest = hold(pool, deep, 3)
+    hold(pool, shallow, 2)
+    answer = look_up(pool, record(4))
+    assert answer.foreign.record.domain_id == furthest
+    assert [(m.boundary, m.domain) for m in answer.result.matches if m.consumable] == [
+        (3 * TOKENS, furthest)
+    ]
+
+
+def test_a_checkpoint_that_several_domains_hold_is_taken_from_one_that_can_be_converted(
+    pool: InProcessPool,
+) -> None:
+    """Not every one of them fits into the buffer."""
+    ours = record(4)
+    large, small = hold(pool, 1, 3), hold(pool, 2, 3)
+    answer = look_up(pool, ours, convert_buffer_bytes=largest_sources(ours, record(2)))
+    assert answer.foreign.record.domain_id == small
+    (match,) = InProcessStore(pool).lookup(ours.domain_id, HASHES, timeout_s=1).matches
+    assert sorted((match.domain, *match.also_in)) == sorted((large, small))
+
+
+def test_a_domain_that_cannot_be_asked_leaves_the_next_one(
+    pool: InProcessPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    furthest, next_one = hold(pool, 1, 3), hold(pool, 2, 2)
+    lookup = InProcessStore.lookup
+
+    def broken(store: InProcessStore, domain: DomainId, *args: Any, **more: Any) -> LookupResult:
+        if domain == furthest:
+            raise StoreUnavailable("gone")
+        return lookup(store, domain, *args, **more)
+
+    monkeypatch.setattr(InProcessStore, "lookup", broken)
+    answer = look_up(pool, record(4))
+    assert answer.foreign.record.domain_id == next_one
+    assert max(m.boundary for m in answer.result.matches if m.consumable) == 2 * TOKENS
+
+
+@pytest.mark.parametrize("own", [0, 1])
+def test_a_lookup_that_goes_on_in_another_domain_counts_once(
+    pool: InProcessPool, own: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the store's counters, and in the traffic that lets publications in."""
+    credited: list[int] = []
+    monkeypatch.setattr(pool.index.admission, "credit", credited.append)
+    hold(pool, 2, 3)
+    if own:
+        hold(pool, 4, own)
+    before = dict(pool.index.counters)
+    answer = look_up(pool, record(4))
+    assert answer.foreign is not None and (answer.result.lease is not None) == bool(own)
+    after = pool.index.counters
+    for name in ("lookups", "lookups_matched", "hits"):
+        assert after[name] - before[name] == 1, name
+    assert after["candidates_known"] - before["candidates_known"] == 1 + own
+    assert credited == [3 * TOKENS]
+
+
+def test_loads_that_need_no_conversion_do_not_wait_for_those_that_do(
+    pool: InProcessPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Conversions take turns; each waits for its turn no longer than a load may take."""
+    one = Rank(pool, 1, 0, transfer_threads=1, load_timeout_s=0.3)
+    turn = threading.Event()
+
+    def read(lease: LeaseId, *_: Any, **__: Any) -> TransferResult:
+        return TransferResult(ok=lease == "own" or turn.wait(60))
+
+    monkeypatch.setattr(one.half._store, "read", read)
+    theirs = record(2)
+    jobs = [LoadJob(i, f"{i}", LeaseId("theirs"), BLOCK_REFS, theirs) for i in range(3)]
+    jobs.append(LoadJob(3, "3", LeaseId("own"), BLOCK_REFS))
+    one.half.submit(StepMetadata(loads=jobs))
+    ended: set[str] = set()
+    while not ended:
+        ended = one.half.drain()[0]
+    assert ended == {"3"}
+    time.sleep(0.4)
+    turn.set()
+    while len(ended) < len(jobs):
+        ended |= one.half.drain()[0]
+    report = one.half.take_report()
+    assert report is not None
+    reasons = {one.job_id: one.reason for one in report.reports}
+    assert reasons == {3: None, 0: None, 1: Reason.TIMEOUT, 2: Reason.TIMEOUT}
     one.half.shutdown()
 
 

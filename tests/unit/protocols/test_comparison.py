@@ -25,7 +25,7 @@ from backhaul.protocols.sharding import Part, Rows, page_bytes
 
 GROUPS = tuple(
     GroupLayout(
-        index=index, kind=kind, block_tokens=64, page_bytes=4096, layers=2, members=f"m{index}",
+        index=2 * index, kind=kind, block_tokens=64, page_bytes=4096, layers=2, members=f"m{index}",
         interior="heads", window_tokens=32 if kind is GroupKind.WINDOW else 0,
     )
     for index, kind in enumerate((GroupKind.FULL, GroupKind.RECURRENT, GroupKind.WINDOW))
@@ -76,6 +76,8 @@ def changed(path: tuple[Any, ...]) -> DomainRecord:
         new = old * 2 + (old == 0)
         if path[-1] == "hash_tokens":
             new = 32
+        if path[-1] == "index":
+            new = old + 1  # still below the next group's
     elif path[-1] == "numbers":
         new = [7, 9]
     elif path[-1] == "page":
