@@ -14,21 +14,22 @@ Prints tables and, with ``--output``, writes JSON with every single measurement.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from backhaul.deploy.console import Console
 from backhaul.deploy.demo_command import default_cache_dir
+from backhaul.deploy.logs import log_folder
 from backhaul.deploy.pair import EngineClient, Pair
 from backhaul.deploy.tiny_model import TOKEN_IDS, build_tiny_model
 
@@ -189,10 +190,11 @@ def run(
     console = Console()
     rng = random.Random(1)
     model = build_tiny_model(default_cache_dir() / "tiny-hybrid")
-    logs = Path(tempfile.mkdtemp(prefix="backhaul-bench-"))
-    console.print(f"starting a pair (about a minute), logs in {logs}")
-    pair = Pair(model, logs, capacity="1GiB", engine_env={"VLLM_SERVER_DEV_MODE": "1"})
-    with pair:
+    with contextlib.ExitStack() as stack:
+        logs = stack.enter_context(log_folder("backhaul-bench-"))
+        console.print(f"starting a pair (about a minute), logs in {logs}", soft_wrap=True)
+        pair = Pair(model, logs, capacity="1GiB", engine_env={"VLLM_SERVER_DEV_MODE": "1"})
+        stack.enter_context(pair)
         for _ in range(2):  # connections and first kernels
             pair.run(prompt_of(rng, 300), **ends_after(40))
         rates = decode_rates(pair, rng, repeats)

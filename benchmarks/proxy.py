@@ -31,9 +31,9 @@ from typing import Annotated, Any
 
 import httpx
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from backhaul.deploy.console import Console
 from backhaul.deploy.processes import Cluster, Service, free_port
 from backhaul.deploy.up import ProxyService
 from backhaul.proxy.legs import Endpoint, decode_body, prefill_body, read_prefill

@@ -1,38 +1,50 @@
-"""Cost of finding U_end while rendering, against the plain render of the same template.
+"""Cost of finding U_end, against the same without.
 
-Measures, per template and conversation length, in pairs whose order alternates, the thread's
-processor time (so that other load on the machine counts less):
+Two measurements, of processor time, so that other load on the machine counts less; what is compared
+alternates:
 
-- ``plain``: the template as transformers renders it.
-- ``cost``: the marked render less the plain one of the same pair; median and quartiles.
-- ``examine``: once per template, what parsing, examining and compiling it with marks takes on top.
+*The whole hook* (``--whole``): all that an unmodified server pays per request, in vLLM's own front
+end without an engine. *Render time* is what the server does with a request's messages, without
+hooks: it renders them, tokenises the text in its threads, and makes sampling parameters. *Cost* is
+the same with the hooks less without, where templates are rendered in the measuring thread and only
+that thread's time counts: what hooks do is in it, tokenising, which they leave alone, is not.
+Other load only ever adds time, so both are 10th percentiles.
 
-Tokenising the suffix is not in it: it is some ten tokens, and kept from the first request on.
+*The marks alone* (default): one template's render with marks and without; and once per
+template, what parsing, examining and compiling it takes on top.
 
-    python -m backhaul.benchmarks.render chat_template.jinja --output render.json
+    python -m backhaul.benchmarks.render chat_template.jinja --whole --tokenizer tokenizer.json
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import os
 import platform
+import shutil
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import jinja2
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from backhaul.deploy.console import Console
+from backhaul.deploy.tiny_model import build_tiny_model
 from backhaul.protocols.errors import ConfigError
+from backhaul.protocols.policy import Policy
 from backhaul.render import lint
 from backhaul.render.template import MarkedTemplate, environment
+
+if TYPE_CHECKING:
+    from backhaul.connector.front_end import HookedAndPlain
 
 console = Console()
 
@@ -119,6 +131,102 @@ def _timed_ms(run: Callable[[], object]) -> float:
     return (time.thread_time() - started) * 1e3
 
 
+@dataclass(frozen=True)
+class Served:
+    """One template and length in vLLM's front end. Times in milliseconds. ``median_cost_ms``: cost
+    by medians instead of 10th percentiles."""
+
+    template: str
+    turns: int
+    tokens: int
+    render_ms: float
+    cost_ms: float
+    cost_percent: float
+    median_cost_ms: float
+
+
+def measure_served(
+    name: str, source: str, tokenizer: Path | None, policy: str, lengths: list[tuple[int, int, int]]
+) -> list[Served]:
+    """Time the whole hook. ``lengths``: turns, characters per message and pairs to time."""
+    from backhaul.connector.front_end import HookedAndPlain
+
+    with tempfile.TemporaryDirectory() as folder:
+        model = build_tiny_model(Path(folder) / "model")
+        (model / "chat_template.jinja").write_text(source)
+        if tokenizer is not None:
+            shutil.copy(tokenizer, model / "tokenizer.json")
+            config = json.loads((model / "config.json").read_text())
+            config |= {"vocab_size": 1 << 20, "max_position_embeddings": 1 << 20}
+            (model / "config.json").write_text(json.dumps(config))
+        pair = HookedAndPlain(model, policy)
+        try:
+            return [_served(pair, name, *length) for length in lengths]
+        finally:
+            pair.close()
+
+
+_COUNTED, _WARMING = 40, 10
+"""Requests of a block that count, and those before them: what a switch changes in classes makes the
+interpreter's caches of them void, which in a server happens once."""
+
+
+def _served(pair: HookedAndPlain, name: str, turns: int, chars: int, repeats: int) -> Served:
+    messages = conversation(turns, chars)["messages"]
+    times: dict[bool, list[float]] = {True: [], False: []}
+    whole: list[float] = []
+    tokens = 0
+    gc.disable()
+    for block in range(max(2 * repeats // _COUNTED, 4)):
+        on = block % 2 == 0
+        pair.switch(on, inline=True)
+        for number in range(_WARMING + _COUNTED):
+            request = pair.request({"messages": messages})
+            took = _timed_ms(functools.partial(pair.render, request))
+            if number >= _WARMING:
+                times[on].append(took)
+        hints = (request.kv_transfer_params or {}).get("backhaul", {})
+        if on is not ("u_end" in hints):
+            raise ConfigError(f"{name}: U_end is not found; nothing to measure")
+        tokens = hints.get("u_end", tokens)
+        if not on:
+            pair.switch(False, inline=False)
+            for number in range(_WARMING):
+                request = pair.request({"messages": messages})
+                started = time.process_time()
+                pair.render(request)
+                if number:
+                    whole.append((time.process_time() - started) * 1e3)
+        gc.collect(0)
+    gc.enable()
+    hooked, plain, base = (_tenth(some) for some in (times[True], times[False], whole))
+    return Served(
+        template=name,
+        turns=turns,
+        tokens=tokens,
+        render_ms=round(base, 4),
+        cost_ms=round(hooked - plain, 4),
+        cost_percent=round(100 * (hooked - plain) / base, 2),
+        median_cost_ms=round(statistics.median(times[True]) - statistics.median(times[False]), 4),
+    )
+
+
+def _tenth(values: list[float]) -> float:
+    return statistics.quantiles(values, n=10)[0]
+
+
+def _show_served(results: list[Served]) -> None:
+    table = Table(title="The whole hook, per request")
+    for column in ("template", "turns", "tokens", "render ms", "cost ms", "cost %", "by medians"):
+        table.add_column(column, justify="left" if column == "template" else "right")
+    for r in results:
+        table.add_row(
+            Path(r.template).stem, str(r.turns), f"{r.tokens:,}", f"{r.render_ms:.3f}",
+            f"{r.cost_ms:+.4f}", f"{r.cost_percent:+.2f}", f"{r.median_cost_ms:+.4f}",
+        )  # fmt: skip
+    console.print(table)
+
+
 def _show(results: list[Result]) -> None:
     table = Table(title="Finding U_end while rendering (medians)")
     for column in (
@@ -143,26 +251,38 @@ def _show(results: list[Result]) -> None:
 
 def main(
     paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="As for lint-template.")],
-    turns: Annotated[str, typer.Option(help="Turns, separated by commas.")] = "1,10,100",
+    turns: Annotated[str, typer.Option(help="Turns, separated by commas.")] = "0,1,10,50",
     chars: Annotated[int, typer.Option(help="Characters per message.")] = 1000,
-    repeats: Annotated[int, typer.Option(min=4, help="Timed pairs.")] = 200,
+    repeats: Annotated[int, typer.Option(min=4, help="Timed pairs of the shortest.")] = 2000,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="tokenizer.json; default: bytes, which is no real cost.")
+    ] = None,
+    policy: Annotated[str, typer.Option(help="Of the connector.")] = Policy.BOTH,
+    whole: Annotated[bool, typer.Option(help="Time the whole hook, in vLLM's front end.")] = False,
     output: Annotated[Path | None, typer.Option(help="Where to write results as JSON.")] = None,
 ) -> None:
     """Cost of finding U_end while rendering a chat template."""
+    counts = [int(count) for count in turns.split(",")]
+    # Longer prompts take longer and are steadier.
+    lengths = [(count, chars, max(repeats // (1 + count), 40)) for count in counts]
+    results: list[Any] = []
     try:
-        results = [
-            measure(name, source, int(count), chars, repeats)
-            for path in paths
-            for name, source in lint.load(path).items()
-            for count in turns.split(",")
-        ]
+        for path in paths:
+            for name, source in lint.load(path).items():
+                if whole:
+                    results += measure_served(name, source, tokenizer, policy, lengths)
+                else:
+                    results += [measure(name, source, *length) for length in lengths]
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from None
-    _show(results)
+    (_show_served if whole else _show)(results)
     if output is not None:
         settings = {
             "chars_per_message": chars,
             "repeats": repeats,
+            "measured": "whole hook" if whole else "marks",
+            "policy": policy,
+            "tokenizer": str(tokenizer),
             "jinja2": jinja2.__version__,
             "python": platform.python_version(),
             "cpus": os.cpu_count(),

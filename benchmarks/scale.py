@@ -13,7 +13,6 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 import typer
-from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
@@ -23,6 +22,7 @@ from backhaul.benchmarks.reuse.simulator import Experiment, Simulator
 from backhaul.benchmarks.reuse.trace import Span, Turn
 from backhaul.benchmarks.reuse.workloads import Sizes, workload
 from backhaul.benchmarks.traces import open_trace
+from backhaul.deploy.console import Console
 from backhaul.protocols.options import Policy
 from backhaul.transfer.daemon.settings import parse_bytes
 

@@ -33,9 +33,9 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from backhaul.deploy.console import Console
 from backhaul.protocols import store_pb2
 from backhaul.protocols.checkpoint import (
     CheckpointKind,

@@ -14,12 +14,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-from backhaul.connector.foreign import ConvertibleDomains, Foreign
 from backhaul.protocols.checkpoint import LeaseId, Reason
 from backhaul.protocols.domain import DomainRecord
 from backhaul.protocols.errors import StoreDenied, StoreError, StoreUnavailable
 from backhaul.protocols.options import Options
 from backhaul.transfer.base import LookupResult, Store
+from backhaul.transfer.foreign import ConvertibleDomains, Foreign
 
 logger = logging.getLogger(__name__)
 
@@ -90,11 +90,6 @@ class Catalog:
         """Leases this engine holds."""
         with self._lock:
             return len(self._leases)
-
-    @property
-    def pending_lookups(self) -> int:
-        """Lookups that were started and neither used nor dropped."""
-        return len(self._pending)
 
     def start(self, request_id: str, boundary_hashes: Sequence[bytes]) -> None:
         """Begin a lookup unless one is under way for this request."""

@@ -13,15 +13,16 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from backhaul.connector.catalog import Catalog
-from backhaul.connector.endpoints import deepest_usable
 from backhaul.connector.jobs import BlockHolds, Job, JobBook
 from backhaul.connector.messages import BlockRef, LoadJob
-from backhaul.connector.outcome import Answered, Limits, producer_age, reuse_of
+from backhaul.connector.outcome import Answered, producer_age, reuse_of
 from backhaul.connector.stats import StatsRecorder
 from backhaul.connector.tracking import Load, TrackedRequest
+from backhaul.protocols.candidates import Limits, deepest_usable
 from backhaul.protocols.checkpoint import Reason, primary_kind
 from backhaul.protocols.layout import CacheLayout, GroupKind, block_hash_index, required_blocks
 from backhaul.protocols.options import Options
+from backhaul.transfer.entries import HASHES_MAX
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +83,7 @@ class Consumer:
             return
         request = tracked.request
         # At least one token must remain to be computed.
-        count = max(request.num_tokens - 1, 0) // self._grid
+        count = min(max(request.num_tokens - 1, 0) // self._grid, HASHES_MAX)
         step = self._grid // self._layout.hash_tokens
         hashes = [bytes(request.block_hashes[(i + 1) * step - 1]) for i in range(count)]
         if hashes:

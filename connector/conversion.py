@@ -1,4 +1,4 @@
-"""Loads of checkpoints that engines with another tensor-parallel size published.
+"""Loads of checkpoints that engines with other parallel sizes published.
 
 Whole objects of the ranks that hold a part of ours are read into a buffer, where their checksums
 are compared; our page is put together from them and copied into vLLM's cache.
@@ -6,10 +6,9 @@ are compared; our page is put together from them and copied into vLLM's cache.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,6 +19,7 @@ from backhaul.protocols.checkpoint import ObjectKey, Reason
 from backhaul.protocols.domain import DomainRecord
 from backhaul.protocols.layout import GroupKind
 from backhaul.protocols.sharding import Bytes, Run, conversion, convert, page_bytes
+from backhaul.protocols.stages import Portion, portions
 from backhaul.transfer.base import (
     LoadItem,
     MemoryKind,
@@ -31,7 +31,7 @@ from backhaul.transfer.base import (
 
 
 class Converter:
-    """One per worker. Thread-safe; one load at a time, since they share the buffer."""
+    """One per worker. One load at a time, since they share the buffer: not thread-safe."""
 
     def __init__(
         self,
@@ -47,7 +47,6 @@ class Converter:
         self._tensors = tensors
         self._num_blocks = num_blocks
         self._buffer: Bytes = np.empty(buffer_bytes, dtype=np.uint8)
-        self._lock = threading.Lock()
         self._unsettled: Unsettled | None = None
 
     @property
@@ -64,16 +63,11 @@ class Converter:
         result has nothing unsettled.
         """
         assert job.source is not None
-        deadline = time.monotonic() + timeout_s
-        if not self._lock.acquire(timeout=timeout_s):
+        if self._unsettled is not None and not self._unsettled.settled():
             return TransferResult(ok=False, reason=Reason.TIMEOUT)
-        try:
-            if self._unsettled is not None and not self._unsettled.settled():
-                return TransferResult(ok=False, reason=Reason.TIMEOUT)
-            self._unsettled = None
-            return self._load(job, ours, job.source, verify=verify, deadline=deadline)
-        finally:
-            self._lock.release()
+        self._unsettled = None
+        deadline = time.monotonic() + timeout_s
+        return self._load(job, ours, job.source, verify=verify, deadline=deadline)
 
     def _load(
         self,
@@ -90,17 +84,17 @@ class Converter:
         }
         nbytes = 0
         for batch in self._batches(job.blocks, plans):
-            places: list[dict[int, Bytes]] = []
+            places: list[list[Bytes]] = []
             items: list[LoadItem] = []
             used = 0
             for block in batch:
                 plan = plans[block.group]
-                places.append({})
+                places.append([])
                 for source in plan.sources:
-                    place = self._buffer[used : used + plan.source_bytes]
-                    used += plan.source_bytes
-                    places[-1][source] = place
-                    key = ObjectKey(plan.owner(source), block.group, block.block_hash)
+                    place = self._buffer[used : used + source.nbytes]
+                    used += source.nbytes
+                    places[-1].append(place)
+                    key = ObjectKey(source.owner, block.group, block.block_hash)
                     segments = np.array([[place.ctypes.data, place.nbytes]], dtype=np.uint64)
                     items.append(LoadItem(key, segments))
             result = self._store.read(
@@ -123,7 +117,7 @@ class Converter:
         room = self._buffer.nbytes
         for block in blocks:
             plan = plans[block.group]
-            needed = len(plan.sources) * plan.source_bytes
+            needed = sum(source.nbytes for source in plan.sources)
             if needed > self._buffer.nbytes:
                 raise ValueError(f"one block takes {needed} bytes of convert_buffer_bytes")
             if needed > room:
@@ -152,6 +146,15 @@ class Converter:
             torch.cuda.current_stream(page.device).synchronize()
 
 
+class _Source(NamedTuple):
+    """An object that ours is made of: whose it is, its bytes, and what of it is used."""
+
+    owner: int
+    nbytes: int
+    tensor_rank: int
+    portion: Portion
+
+
 class _Plan:
     """How objects of one group are made, for one pair of domains."""
 
@@ -165,21 +168,38 @@ class _Plan:
         kernel_blocks: int,
     ) -> None:
         layout = next(one for one in ours.layout.groups if one.index == group)
-        self._source_layout = next(one for one in theirs.layout.groups if one.index == group)
+        source_layout = next(one for one in theirs.layout.groups if one.index == group)
         page = layout.page
         if layout.kind is not GroupKind.RECURRENT:
             page = with_kernel_blocks(page, ours.kv_layout, kernel_blocks)
-        self._layers = layers
+        # vLLM numbers its ranks stage by stage.
+        stage, tensor_rank = divmod(rank, ours.tensor_parallel)
         self._size = page_bytes(page, ours.tensor_parallel)
         self._source_size = page_bytes(page, theirs.tensor_parallel)
-        self._runs: list[Run] = conversion(page, theirs.tensor_parallel, ours.tensor_parallel, rank)
-        self.sources = sorted({run.source for run in self._runs})
-        self.source_bytes = layers * self._source_size
+        self._runs: list[Run] = conversion(
+            page, theirs.tensor_parallel, ours.tensor_parallel, tensor_rank
+        )
+        self.sources = [
+            _Source(
+                source_layout.owner(portion.stage * theirs.tensor_parallel + one),
+                portion.of * self._source_size,
+                one,
+                portion,
+            )
+            for portion in portions(ours, theirs, group, stage, layers)
+            for one in sorted({run.source for run in self._runs})
+        ]
 
-    def owner(self, source: int) -> int:
-        """The rank under which a source rank's object is stored."""
-        return self._source_layout.owner(source)
-
-    def page_of(self, sources: dict[int, Bytes]) -> Bytes:
-        """Our object out of theirs."""
-        return convert(self._runs, sources, self._layers, self._size, self._source_size)
+    def page_of(self, found: Sequence[Bytes]) -> Bytes:
+        """Our object out of theirs, which are in the order of ``sources``."""
+        size = self._source_size
+        pieces: dict[Portion, dict[int, Bytes]] = {}
+        for source, data in zip(self.sources, found, strict=True):
+            first, end = source.portion.first, source.portion.first + source.portion.layers
+            used = data[first * size : end * size]
+            pieces.setdefault(source.portion, {})[source.tensor_rank] = used
+        parts = [
+            convert(self._runs, sources, portion.layers, self._size, size)
+            for portion, sources in pieces.items()
+        ]
+        return np.concatenate(parts)

@@ -13,7 +13,7 @@ recomputed would apply it twice), hence floor(N - 1) for P_end.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -21,6 +21,7 @@ from backhaul.connector.hints import RequestHints
 from backhaul.protocols.checkpoint import CheckpointKind
 from backhaul.protocols.options import FinishReason, Options
 from backhaul.protocols.policy import Choice, Matched, Policy, Why, choose
+from backhaul.protocols.record import DecodeEndReason
 
 
 class PromptEnds(msgspec.Struct, frozen=True, kw_only=True):
@@ -174,15 +175,20 @@ def decode_end(*, committed: int, total_tokens: int, grid: int) -> int:
     return max(min(committed, total_tokens - 1), 0) // grid * grid
 
 
+def why_no_decode_end(
+    *, wanted: bool, finish_included: bool, boundary: int, prompt_tokens: int
+) -> DecodeEndReason:
+    """Of a request whose D_end was not sent: why. ``boundary`` is D_end's, 0 where the request
+    never ran."""
+    if not wanted:
+        return DecodeEndReason.NOT_WANTED
+    if not finish_included:
+        return DecodeEndReason.FINISH_EXCLUDED
+    # A handed-over state lies one token before the prompt's end.
+    below = boundary < max(prompt_tokens - 1, 1)
+    return DecodeEndReason.BELOW_GRID if below else DecodeEndReason.NOT_KEPT
+
+
 def publishes_decode_end(reason: FinishReason | None, publish_on: Iterable[FinishReason]) -> bool:
     """Whether a request that ended for ``reason`` (None: preempted, error) publishes its D_end."""
     return reason is not None and reason in publish_on
-
-
-def deepest_usable(
-    boundaries: Iterable[int], *, local_tokens: int, limit_tokens: int, denied: Collection[int]
-) -> int:
-    """The boundary to load, or 0: the deepest one above the local hit, at most ``limit_tokens``
-    (one token must remain to be computed) and not denied after a failed load."""
-    usable = (b for b in boundaries if local_tokens < b <= limit_tokens and b not in denied)
-    return max(usable, default=0)

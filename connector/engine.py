@@ -183,15 +183,28 @@ def _group_layout(index: int, group: Any, vllm_config: Any, kv_layout: str) -> G
         draft=bool(group.is_eagle_group),
         layers=len(layers),
         members=digest(list(group.layer_names)),
+        numbers=_numbers(group.layer_names),
         interior=_interiors(layers),
         copies=tensor if replicated else 1,
-        page=_page(layers, vllm_config, kv_layout) if kv_layout else (),
+        page=_page(group, layers, vllm_config, kv_layout) if kv_layout else (),
     )
 
 
-def _page(layers: Sequence[Any], vllm_config: Any, kv_layout: str) -> Page:
-    """How the pages of a group's layers are cut over ranks; () unless all are alike and known."""
-    model = vllm_config.model_config
+def _numbers(names: Sequence[str]) -> tuple[int, ...]:
+    """The number in each layer's name, e.g. 3 of ``model.layers.3.self_attn.attn``; () unless all
+    have exactly one."""
+    found = [[int(part) for part in name.split(".") if part.isdecimal()] for name in names]
+    return tuple(n for one in found for n in one) if all(len(one) == 1 for one in found) else ()
+
+
+def _page(group: Any, layers: Sequence[Any], vllm_config: Any, kv_layout: str) -> Page:
+    """How the pages of a group's layers are cut over ranks; () unless all are alike and known,
+    those of other pipeline stages too."""
+    from vllm.v1 import kv_cache_interface as kv
+
+    model, stages = vllm_config.model_config, vllm_config.parallel_config.pipeline_parallel_size
+    if stages > 1 and isinstance(group.kv_cache_spec, kv.UniformTypeKVCacheSpecs):
+        return ()
     pages = {
         describe_page(
             spec,

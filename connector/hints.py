@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -12,6 +12,9 @@ from backhaul.protocols.policy import EXTRA_MAX, Known, Matched, Policy
 
 KEY_CHARS_MAX = 128
 """Of ``template`` and ``client``: a digest or a name; they are kept as keys."""
+PROMPT_TAIL = 64
+"""Ids at the prompt's end that the plugin tells; NIXL's prefill side drops one, or as many as a
+drafter looks ahead."""
 REWRITES_MAX = 16
 """Token ids with which a parser's rewriting begins: one or two a model."""
 
@@ -35,6 +38,7 @@ class RequestHints(msgspec.Struct, frozen=True, kw_only=True):
             it keeps all of it.
         return_prompt_token_ids: the prompt's token ids go into the response, for APIs that have no
             field for them.
+        prompt_length, prompt_tail: tokens of the prompt as it was rendered, and the last ids of it.
         ends: the ends that another leg of the same request chose.
         rejected: names of fields whose value was ignored, to be counted.
     """
@@ -54,6 +58,8 @@ class RequestHints(msgspec.Struct, frozen=True, kw_only=True):
     suffix_start: int | None = None
     rewrites: tuple[int, ...] | None = None
     return_prompt_token_ids: bool = False
+    prompt_length: int | None = None
+    prompt_tail: tuple[int, ...] = ()
     ends: tuple[CheckpointKind, ...] | None = None
     rejected: tuple[str, ...] = ()
 
@@ -71,6 +77,19 @@ class RequestHints(msgspec.Struct, frozen=True, kw_only=True):
             verbatim_end=verbatim_end,
             suffix_start=self.suffix_start,
         )
+
+
+def whole_prompt(token_ids: Sequence[int], hints: RequestHints, *, cut: bool) -> list[int] | None:
+    """The prompt's token ids as it was rendered; None where they are not known. ``cut``: another
+    connector has dropped the last ones of ``token_ids``."""
+    if not cut:
+        return list(token_ids)
+    if hints.prompt_length is None:
+        return None
+    dropped = hints.prompt_length - len(token_ids)
+    if not 0 <= dropped <= len(hints.prompt_tail):
+        return None
+    return [*token_ids, *hints.prompt_tail[len(hints.prompt_tail) - dropped :]]
 
 
 def parse_hints(params: object, prompt_tokens: int) -> RequestHints:
@@ -120,8 +139,22 @@ def _policy(value: Any, _: int) -> Policy:
     return Policy(value)
 
 
+def _length(value: Any, _: int) -> int:
+    if type(value) is not int or value < 1:
+        raise ValueError
+    return value
+
+
+def _tail(value: Any, _: int) -> tuple[int, ...]:
+    return _ids(value, PROMPT_TAIL)
+
+
 def _token_ids(value: Any, _: int) -> tuple[int, ...]:
-    found = _items(value, REWRITES_MAX)
+    return _ids(value, REWRITES_MAX)
+
+
+def _ids(value: Any, most: int) -> tuple[int, ...]:
+    found = _items(value, most)
     if any(type(one) is not int or one < 0 for one in found):
         raise ValueError
     return tuple(found)
@@ -153,5 +186,7 @@ _FIELDS: dict[str, _Read] = {
     "suffix_start": _position,
     "rewrites": _token_ids,
     "return_prompt_token_ids": _switch,
+    "prompt_length": _length,
+    "prompt_tail": _tail,
     "ends": _kinds,
 }

@@ -6,14 +6,12 @@ later preemption and its new lookup change nothing in it, as in vLLM's own stati
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from backhaul.protocols.checkpoint import (
     CheckpointKind,
     CheckpointMatch,
-    PassedOver,
     ProducerAge,
     Reason,
     Reuse,
@@ -40,24 +38,6 @@ class Answered(NamedTuple):
     attention_tokens: int = 0
     recurrent_tokens: int = 0
     reason: Reason | None = None
-
-
-class Limits(NamedTuple):
-    """What decides which consumable candidate a request may use.
-
-    Attributes:
-        local_tokens: the engine's own hit, in whole boundaries.
-        limit_tokens: deepest boundary that leaves a token to be computed.
-        min_gain_tokens: shortest gain worth a load.
-        denied: boundary -> why its load failed for this request.
-        loads_over: no load is tried any more.
-    """
-
-    local_tokens: int
-    limit_tokens: int
-    min_gain_tokens: int = 1
-    denied: Mapping[int, Reason] = MappingProxyType({})
-    loads_over: bool = False
 
 
 class Outcome(NamedTuple):
@@ -91,41 +71,6 @@ class Outcome(NamedTuple):
         return max(self.prompt_tokens - self.resumed_tokens, 0)
 
 
-def tag_candidates(
-    matches: Iterable[CheckpointMatch], selected: int, limits: Limits
-) -> tuple[Candidate, ...]:
-    """Every match with its tags; the one at ``selected`` (0: none) was loaded."""
-    candidates = []
-    for match in matches:
-        failure = limits.denied.get(match.boundary) if match.consumable else None
-        failed = failure is not None
-        consumable = match.consumable and not failed
-        chosen = consumable and match.boundary == selected
-        candidates.append(
-            Candidate(
-                boundary=match.boundary,
-                kinds=match.kinds,
-                retained=match.retained,
-                hash_matched=match.hash_matched,
-                consumable=consumable,
-                selected=chosen,
-                reason=_why_denied(failure) if failure else match.reason,
-                passed_over=passed_over(match.boundary, selected, limits)
-                if consumable and not chosen
-                else None,
-                age_s=round(match.age_s, 3),
-                field=match.field,
-                domain=match.domain,
-            )
-        )
-    return tuple(candidates)
-
-
-def _why_denied(failure: Reason) -> Reason:
-    """Of a candidate whose load failed: nobody answered for its bytes, or else."""
-    return failure if failure is Reason.UNREACHABLE else Reason.LOAD_FAILED
-
-
 def producer_age(matches: Iterable[CheckpointMatch], selected: CheckpointMatch) -> ProducerAge:
     """How many requests ago ``selected`` was made: each request of a history leaves at most one end
     of a kind, so the ends of the same kind that lie deeper are of later ones, whatever became of
@@ -142,20 +87,6 @@ def reuse_of(matches: Iterable[CheckpointMatch]) -> Reuse | None:
         if match.kinds and match.reason is not Reason.HASH_MISMATCH:
             return Reuse.STEADY if match.hits else Reuse.FIRST
     return None
-
-
-def passed_over(boundary: int, selected: int, limits: Limits) -> PassedOver:
-    """Why a consumable checkpoint at ``boundary`` is not the selected one."""
-    gain = boundary - limits.local_tokens
-    if boundary > limits.limit_tokens:
-        return PassedOver.NO_TOKEN_LEFT
-    if gain <= 0:
-        return PassedOver.LOCAL_HIT
-    if boundary < selected:
-        return PassedOver.SHALLOWER
-    if limits.loads_over:
-        return PassedOver.LOADS_OVER
-    return PassedOver.SMALL_GAIN if gain < limits.min_gain_tokens else PassedOver.NOT_TAKEN
 
 
 def matched_tokens(answered: Answered, *, has_recurrent: bool) -> MatchedTokens:

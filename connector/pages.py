@@ -6,7 +6,7 @@ the two do not agree to the byte, the page counts as unknown and is never conver
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from backhaul.protocols.sharding import Page, Part, Rows, divides, page_bytes
@@ -63,19 +63,36 @@ def _attention(spec: Any, tensor: int, kv_heads: int, kv_layout: str) -> Page:
 
 
 def _gated_delta_net(spec: Any, config: Any, tensor: int, conv_first: bool) -> Page:
-    """Convolution over q, k, v; a matrix per value head."""
+    """Convolution over q, k, v; a matrix per value head. KDA has as many keys as values, of one
+    size."""
     names = (
         "linear_num_key_heads", "linear_num_value_heads",
         "linear_key_head_dim", "linear_value_head_dim",
     )  # fmt: skip
-    if len(spec.shapes) != 2 or not all(hasattr(config, name) for name in names):
+    kda = getattr(config, "linear_attn_config", None)
+    if all(hasattr(config, name) for name in names):
+        keys, values, key_dim, value_dim = (int(getattr(config, name)) for name in names)
+    elif isinstance(kda, Mapping) and {"num_heads", "head_dim"} <= kda.keys():
+        keys = values = int(kda["num_heads"])
+        key_dim = value_dim = int(kda["head_dim"])
+    else:
         return ()
-    keys, values, key_dim, value_dim = (int(getattr(config, name)) for name in names)
-    if keys % tensor or values % tensor:
+    if len(spec.shapes) != 2 or keys % tensor or values % tensor:
         return ()
     parts = ((keys, key_dim), (keys, key_dim), (values, value_dim))
     state = Part(values, value_dim * key_dim * _item(spec, 1))
     return (_conv(spec, parts, conv_first), Rows(1, (state,)))
+
+
+def _mamba1(spec: Any, config: Any, tensor: int, conv_first: bool) -> Page:
+    """Convolution over channels; a row of the state for each of them."""
+    if len(spec.shapes) != 2 or len(spec.shapes[1]) != 2:
+        return ()
+    local, state_size = spec.shapes[1]
+    if spec.shapes[0][0 if conv_first else 1] != local:
+        return ()
+    state = Part(local * tensor, state_size * _item(spec, 1))
+    return (_conv(spec, ((local * tensor, 1),), conv_first), Rows(1, (state,)))
 
 
 def _mamba2(spec: Any, config: Any, tensor: int, conv_first: bool) -> Page:
@@ -101,6 +118,7 @@ def _short_conv(spec: Any, config: Any, tensor: int, conv_first: bool) -> Page:
 
 _STATES: dict[str, Callable[[Any, Any, int, bool], Page]] = {
     "GDN_ATTN": _gated_delta_net,
+    "MAMBA1": _mamba1,
     "MAMBA2": _mamba2,
     "SHORT_CONV": _short_conv,
 }

@@ -62,7 +62,7 @@ def judge(peers: Peers) -> PathState:
     """The state after an answer."""
     if not peers.known:
         return PathState.UNKNOWN
-    converting = any(one.loaders and not one.field for one in peers.elsewhere)
+    converting = any(one.converters and not one.field for one in peers.elsewhere)
     return PathState.OPEN if peers.loaders or converting else PathState.NO_LOADER
 
 
@@ -87,9 +87,11 @@ def problem(known: Known, *, domain: str, store: str, no_path: NoPath) -> str:
         if known.peers.decode_loaders:
             why += f" ({known.peers.decode_loaders} that load from there only decode)"
         for one in others[:1]:
-            why += (
-                f", but {one.loaders} in domain {one.domain}, where {one.field} is "
-                f"{one.theirs or 'unset'} instead of {one.ours or 'unset'}"
+            why += f", but {one.loaders} in domain {one.domain}, " + (
+                f"where {one.field} is {one.theirs or 'unset'} instead of {one.ours or 'unset'}"
+                if one.field
+                else "which could convert what this one publishes, if convert_buffer_bytes were "
+                "not 0 there"
             )
         if not others:
             why += " yet; prefill engines need kv_role kv_consumer or kv_both and this store"
@@ -216,33 +218,28 @@ class Presence:
     def _speak(self) -> None:
         """Each state once; a path that was found ends the matter and lets it be said again."""
         known = self._known
-        if not self._wants_path and not self._member.loads:
-            return
-        if known.state is PathState.OPEN or (
-            # Whoever only loads needs nothing but the store.
-            known.state is PathState.NO_LOADER and not self._wants_path
-        ):
+        found = line = ""
+        if self._wants_path:
+            if known.state is PathState.OPEN:
+                found = "publication path found: other engines that load from domain "
+                found += f"{self._record.domain_id}: {known.peers.loaders}"
+            elif known.state is not PathState.NO_LOADER or self._is_sure(known.peers):
+                line = problem(
+                    known,
+                    domain=self._record.domain_id,
+                    store=self._address,
+                    no_path=self._no_path,
+                )
+        elif self._member.loads:  # and so needs the store, but nobody else
+            if known.state in (PathState.OPEN, PathState.NO_LOADER):
+                found = f"store {self._address} is reached, checkpoints are loaded"
+            line = loading_problem(known, store=self._address)
+        if found:
             self._missed = False
             if self._said:
-                self._say(
-                    "backhaul: publication path found: other engines that load from domain "
-                    f"{self._record.domain_id}: {known.peers.loaders}"
-                )
+                self._say(f"backhaul: {found}")
                 self._said.clear()
-            return
-        if known.state is PathState.NO_LOADER and not self._is_sure(known.peers):
-            return
-        line = (
-            problem(
-                known,
-                domain=self._record.domain_id,
-                store=self._address,
-                no_path=self._no_path,
-            )
-            if self._wants_path
-            else loading_problem(known, store=self._address)
-        )
-        if line and known.state not in self._said:
+        elif line and known.state not in self._said:
             self._said.add(known.state)
             self._say(line)
 

@@ -35,6 +35,7 @@ from backhaul.protocols.checkpoint import (
 from backhaul.protocols.layout import CacheLayout, GroupKind, block_hash_index, required_blocks
 from backhaul.protocols.options import NoPath, Options
 from backhaul.protocols.policy import Matched, choose
+from backhaul.protocols.record import DecodeEndReason
 from backhaul.transfer.base import Store
 
 logger = logging.getLogger(__name__)
@@ -51,7 +52,8 @@ BlockTable = Sequence[Sequence[int]]
 
 @dataclass
 class _Sending:
-    """A dispatched job and what it is for."""
+    """A dispatched job and what it is for. ``ended_at``: when its end was reached, which of the
+    ``is_last`` one is when its request ended."""
 
     job: Job
     publication: PublicationId
@@ -59,7 +61,8 @@ class _Sending:
     tracked: TrackedRequest | None
     upto: int
     started: float
-    finished_at: float | None = None
+    ended_at: float = 0.0
+    is_last: bool = False
     pathless: bool = False
 
 
@@ -213,13 +216,13 @@ class Publisher:
             pathless = withheld or not self._has_path(tracked)
             if withheld or (pathless and self._options.no_path is NoPath.DISABLE):
                 if end and end >= tracked.request.num_prompt_tokens - 1:
-                    tracked.decode_end_reason = Reason.NO_PUBLICATION_PATH
+                    tracked.decode_end_reason = DecodeEndReason.NO_PUBLICATION_PATH
                     self._stats.count("publication_failures", Reason.NO_PUBLICATION_PATH)
             elif pin is not None and pin.boundary <= end:
                 publication = tracked.publication or self._new_publication(tracked)
                 sent = self._publish(tracked, pin, (kind,), table, publication, last=True)
                 if sent and pathless:
-                    tracked.decode_end_reason = Reason.NO_PUBLICATION_PATH
+                    tracked.decode_end_reason = DecodeEndReason.NO_PUBLICATION_PATH
                     next(reversed(self._sending.values())).pathless = True
             elif end >= tracked.request.num_prompt_tokens:
                 self._stats.count("publication_failures", Reason.STATE_MISSING)
@@ -323,7 +326,7 @@ class Publisher:
                 self._stats.count("publication_failures", Reason.STATE_MISSING)
                 return
             blocks[group.index] = pairs
-        pin = Pin(boundary, blocks, kinds, passable=passable)
+        pin = Pin(boundary, blocks, kinds, passable=passable, reached_at=self._clock())
         if (old := tracked.pins.get(boundary)) is not None:
             if old.blocks == blocks:
                 return
@@ -396,8 +399,8 @@ class Publisher:
         if job is None:
             self._end_publication(publication)
             return False
-        if last:
-            self._sending[job.job_id].finished_at = self._clock()
+        sending = self._sending[job.job_id]
+        sending.is_last, sending.ended_at = last, self._clock() if last else pin.reached_at
         boundary, name = pin.boundary, manifest.hashes[-1]
         self._catalog.send(
             lambda: self._store.announce(
@@ -461,11 +464,15 @@ class Publisher:
             if tracked is not None and CheckpointKind.INPUT_END in sending.kinds:
                 self._stats.count("user_turns_published", n=tracked.hints.user_turn)
             if tracked is not None:
-                above = tracked.loaded.boundary if tracked.loaded else 0
+                loaded = tracked.loaded.boundary if tracked.loaded else 0
+                above = max(loaded, tracked.announced)
                 self._events.stored(tracked.request, sending.upto, above=above)
+                tracked.announced = max(above, sending.upto)
             self._stats.observe("publish_seconds", now - sending.started)
-            if sending.finished_at is not None:
-                self._stats.observe("finish_to_consumable_seconds", now - sending.finished_at)
+            for kind in sending.kinds:
+                self._stats.observe("materialise_seconds", now - sending.ended_at, kind)
+            if sending.is_last:
+                self._stats.observe("finish_to_consumable_seconds", now - sending.ended_at)
         else:
             self._stats.count("publication_failures", job.reason)
         self._end_publication(sending.publication)

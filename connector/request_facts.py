@@ -7,6 +7,7 @@ something cannot be known so, it is left out.
 from __future__ import annotations
 
 import functools
+import inspect
 from array import array
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
@@ -19,29 +20,54 @@ _TOOL_STARTS = ("tool_calls_start_token", "tool_call_start_token", "bot_token")
 
 
 class Parsers(NamedTuple):
-    """vLLM's parser classes for a server's replies; None where it was given none."""
+    """vLLM's parser classes for a server's replies; None where it was given none.
+
+    ``arguments``: those of a request's chat template, by which parsers are set as well (thinking
+    switched off, say).
+    """
 
     tool: Any = None
     reasoning: Any = None
+    model_config: Any = None
+    arguments: Mapping[str, Any] = {}
 
 
-def parsers_of(online_renderer: Any) -> Parsers:
-    """The parsers that a server was started with."""
+def parsers_of(online_renderer: Any, request: Any) -> Parsers:
+    """The parsers that a server was started with, as vLLM makes them for this request."""
     parser = getattr(online_renderer, "parser", None)
+    if parser is None:
+        return Parsers()
     return Parsers(
-        getattr(parser, "tool_parser_cls", None), getattr(parser, "reasoning_parser_cls", None)
+        getattr(parser, "tool_parser_cls", None),
+        getattr(parser, "reasoning_parser_cls", None),
+        getattr(online_renderer, "model_config", None),
+        online_renderer.effective_chat_template_kwargs(request),
     )
+
+
+def turn_fact(request: Any) -> dict[str, Any]:
+    """Whether the last message is a user's: all that policies need that always take the same
+    ends."""
+    messages = getattr(request, "messages", None)
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    # Of a chat request it is a plain dictionary, which is asked without detours.
+    role = last.get("role") if type(last) is dict else _last_role(request)
+    return {"user_turn": True} if role == "user" else {}
 
 
 def message_facts(request: Any) -> dict[str, Any]:
     """What roles and tools say."""
-    last = _messages(request)[-1:]
-    role = role_of(last[0]) if last else ""
+    role = _last_role(request)
     return {
         "user_turn": role == "user",
         "tool_continuation": role == "tool",
         "tools": offers_tools(request),
     }
+
+
+def _last_role(request: Any) -> str:
+    last = _messages(request)[-1:]
+    return role_of(last[0]) if last else ""
 
 
 def offers_tools(request: Any) -> bool:
@@ -72,7 +98,8 @@ def reply_reasons(parsers: Parsers, tokenizer: Any, suffix: Sequence[int]) -> bo
     text does not close it. None without a parser."""
     if parsers.reasoning is None:
         return None
-    return not _reasoning_parser(parsers.reasoning, tokenizer).is_reasoning_end(list(suffix))
+    parser = _made(parsers.reasoning, tokenizer, parsers)
+    return not parser.is_reasoning_end(list(suffix))
 
 
 def rewrites(parsers: Parsers, tokenizer: Any, request: Any) -> list[int] | None:
@@ -80,7 +107,7 @@ def rewrites(parsers: Parsers, tokenizer: Any, request: Any) -> list[int] | None
     whose arguments are parsed and written anew. None where the tool parser does not declare it."""
     if parsers.tool is None or not offers_tools(request):
         return []
-    start = _tool_start(parsers.tool, tokenizer)
+    start = _tool_start(_made(parsers.tool, tokenizer, parsers))
     return None if start is None else [start]
 
 
@@ -90,21 +117,24 @@ def lost_suffix(prompt: Sequence[int], u_end: int, request: Any) -> int | None:
     or there is no earlier reply to tell."""
     if not any(role_of(message) == "assistant" for message in _messages(request)):
         return None
-    history = array("Q", prompt[:u_end]).tobytes()
-    suffix = prompt[u_end:]
-    tokens = array("Q", suffix).tobytes()
-    lengths = range(1, len(suffix) + 1)
+    whole = array("I", prompt).tobytes()
+    size = len(whole) // len(prompt)
+    tokens = whole[u_end * size :]
+    suffix = len(prompt) - u_end
     # Where one length is not found, no longer one is.
     found = bisect_left(
-        lengths, True, key=lambda length: not _contains(history, tokens[: 8 * length])
+        range(1, suffix + 1),
+        True,
+        key=lambda length: not _contains(whole, u_end * size, tokens[: size * length], size),
     )
-    return None if found == len(suffix) else u_end + found
+    return None if found == suffix else u_end + found
 
 
-def _contains(history: bytes, tokens: bytes) -> bool:
-    at = history.find(tokens)
-    while at % 8 and at != -1:
-        at = history.find(tokens, at + 1)
+def _contains(whole: bytes, end: int, tokens: bytes, size: int) -> bool:
+    """Whether the tokens are found in the first ``end`` bytes, of ``size`` bytes each."""
+    at = whole.find(tokens, 0, end)
+    while at % size and at != -1:
+        at = whole.find(tokens, at + 1, end)
     return at != -1
 
 
@@ -133,14 +163,38 @@ def _has_reasoning(message: Any) -> bool:
     return bool(_field(message, "reasoning_content")) or role_of(message) == "reasoning"
 
 
-@functools.lru_cache(maxsize=8)
-def _reasoning_parser(parser: Any, tokenizer: Any) -> Any:
-    return parser(tokenizer)
+def _made(parser: Any, tokenizer: Any, parsers: Parsers) -> Any:
+    """The parser, set by the template's arguments where it takes them; once for equal ones."""
+    plain = bool | int | float | str
+    settings = tuple(
+        sorted(item for item in parsers.arguments.items() if isinstance(item[1], plain))
+    )
+    key = (parser, tokenizer, settings)
+    if (made := _parsers.get(key)) is None:
+        if len(_parsers) >= _PARSERS_MAX:
+            _parsers.clear()
+        made = _parsers[key] = (
+            parser(
+                tokenizer, model_config=parsers.model_config, chat_template_kwargs=dict(settings)
+            )
+            if _takes_any(parser)
+            else parser(tokenizer)
+        )
+    return made
+
+
+_PARSERS_MAX = 64
+_parsers: dict[Any, Any] = {}
 
 
 @functools.lru_cache(maxsize=8)
-def _tool_start(parser: Any, tokenizer: Any) -> int | None:
-    made = parser(tokenizer)
+def _takes_any(parser: Any) -> bool:
+    """Older tool parsers take nothing beside tokenizer and tools."""
+    kinds = (one.kind for one in inspect.signature(parser).parameters.values())
+    return inspect.Parameter.VAR_KEYWORD in kinds
+
+
+def _tool_start(made: Any) -> int | None:
     engine = getattr(made, "_parser_engine", None)
     declared = getattr(getattr(engine, "parser_engine_config", None), "token_id_terminals", {})
     texts = (declared.get("TOOL_START"), *(getattr(made, name, None) for name in _TOOL_STARTS))

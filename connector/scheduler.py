@@ -15,14 +15,16 @@ from backhaul.connector.consumer import Consumer
 from backhaul.connector.endpoints import (
     choose_ends,
     chosen_kinds,
+    decode_end,
     may_publish_decode,
     prompt_ends,
     publishes_decode_end,
     verbatim_end,
+    why_no_decode_end,
 )
 from backhaul.connector.engine import EngineFacts
 from backhaul.connector.events import KvEvents
-from backhaul.connector.hints import parse_hints
+from backhaul.connector.hints import parse_hints, whole_prompt
 from backhaul.connector.jobs import BlockHolds, JobBook
 from backhaul.connector.junction import bind_junction_bound
 from backhaul.connector.messages import StepMetadata, WorkerReport
@@ -31,19 +33,21 @@ from backhaul.connector.outcome import (
     Outcome,
     count_outcome,
     matched_tokens,
-    tag_candidates,
 )
 from backhaul.connector.presence import Presence
 from backhaul.connector.publisher import Publisher
 from backhaul.connector.request_log import RequestLog
 from backhaul.connector.stats import BackhaulStats, StatsRecorder, series
 from backhaul.connector.tracking import Load, TrackedRequest
+from backhaul.protocols.candidates import tag_candidates
 from backhaul.protocols.checkpoint import UNKNOWN_WORK, Reason, primary_kind
 from backhaul.protocols.match_history import MatchHistory, observe
 from backhaul.protocols.metrics import NONE
 from backhaul.protocols.options import FinishReason, Options, WorkerKind
+from backhaul.protocols.policy import Policy
 from backhaul.protocols.record import (
     Candidate,
+    DecodeEndReason,
     LoggedRequest,
     RequestRecord,
     Selected,
@@ -58,6 +62,10 @@ _FINISH_REASONS = {
     RequestStatus.FINISHED_LENGTH_CAPPED: FinishReason.LENGTH,
     RequestStatus.FINISHED_ABORTED: FinishReason.ABORT,
 }
+
+_CUT_BY_NIXL = "_p_side_truncated"
+"""Among a request's parameters once NIXL's prefill side has dropped the prompt's last token, which
+it does before this connector sees the request."""
 
 _SETTLE_STEPPING_S = 30.0
 """How long an otherwise idle engine keeps stepping for jobs that are over but not settled. Past
@@ -105,7 +113,12 @@ class SchedulerHalf:
         self._presence = Presence(
             store,
             facts.domain,
-            Member(facts.engine_id, loads=loads, publishes=publishes),
+            Member(
+                facts.engine_id,
+                loads=loads,
+                publishes=publishes,
+                converts=loads and options.convert_buffer_bytes > 0,
+            ),
             address=options.store,
             no_path=options.no_path,
             wants_path=publishes
@@ -168,8 +181,7 @@ class SchedulerHalf:
         """A request arrived; its lookup begins now, before a slot is free for it."""
         params = request.kv_transfer_params
         params = params if isinstance(params, dict) else {}
-        # NIXL's prefill side may have dropped the last prompt token just before.
-        dropped = 1 if params.get("_p_side_truncated") else 0
+        dropped = 1 if params.get(_CUT_BY_NIXL) else 0
         hints = parse_hints(params.get("backhaul"), request.num_prompt_tokens + dropped)
         for name in hints.rejected:
             self._stats.count("hints_rejected", name)
@@ -264,6 +276,7 @@ class SchedulerHalf:
             # num_computed_tokens counts tokens that never arrived.
             self._aborted_loads[tracked.request_id] = tracked
             self._publisher.discard(tracked)
+            tracked.decode_end_reason = self._why_no_decode_end(tracked, committed=0)
             self._write_log(tracked, tracked.record())
             return False, None
         reason = _FINISH_REASONS.get(request.status)
@@ -271,18 +284,25 @@ class SchedulerHalf:
         ended = reason in (FinishReason.STOP, FinishReason.LENGTH)
         if tracked.decode_pin and not (ended or wanted):
             self._stats.count("publication_failures", Reason.ABORTED)
+        committed = max(request.num_computed_tokens - request.num_in_flight_tokens, 0)
         published = self._publisher.on_finished(
             tracked,
             block_ids,
-            committed=max(request.num_computed_tokens - request.num_in_flight_tokens, 0),
+            committed=committed,
             publish=self._publishes_of(tracked) and wanted,
         )
+        if not published and tracked.decode_end_reason is None:
+            tracked.decode_end_reason = self._why_no_decode_end(tracked, committed=committed)
         record = tracked.record(publishing_decode_end=published)
         self._write_log(tracked, record)
         told = to_params(record)
         if tracked.hints.return_prompt_token_ids:
             # Not in the record: the request log does not keep what people say.
-            told["prompt_token_ids"] = list(request.prompt_token_ids or ())
+            params = request.kv_transfer_params or {}
+            cut = bool(params.get(_CUT_BY_NIXL))
+            ids = whole_prompt(request.prompt_token_ids or (), tracked.hints, cut=cut)
+            if ids is not None:
+                told["prompt_token_ids"] = ids
         return False, {"backhaul": told}
 
     # -- the engine's other questions ---------------------------------------------------------
@@ -448,7 +468,10 @@ class SchedulerHalf:
                 self._events.removed(request, candidate.boundary)
 
     def _learn(self, tracked: TrackedRequest, candidates: tuple[Candidate, ...]) -> None:
-        """Remember what matched, for requests of the same template and client."""
+        """Remember what matched, for requests of the same template and client. Only ``auto`` reads
+        it, so under other policies nothing is counted."""
+        if tracked.policy is not Policy.AUTO:
+            return
         grid, unit = self._facts.layout.boundary_tokens, self._facts.layout.hash_tokens
         request, hints = tracked.request, tracked.hints
         known = len(request.block_hashes) * unit
@@ -482,6 +505,20 @@ class SchedulerHalf:
                 ),
                 token_ids=tuple(request.all_token_ids) if self._options.request_log_tokens else (),
             )
+        )
+
+    def _why_no_decode_end(self, tracked: TrackedRequest, *, committed: int) -> DecodeEndReason:
+        request = tracked.request
+        reason = _FINISH_REASONS.get(request.status)
+        return why_no_decode_end(
+            wanted=self._publishes_of(tracked) and tracked.choice.decode_end,
+            finish_included=publishes_decode_end(reason, self._options.publish_on),
+            boundary=decode_end(
+                committed=committed,
+                total_tokens=request.num_tokens,
+                grid=self._facts.layout.boundary_tokens,
+            ),
+            prompt_tokens=request.num_prompt_tokens,
         )
 
     def _publishes_of(self, tracked: TrackedRequest) -> bool:

@@ -19,7 +19,13 @@ from backhaul.protocols.checkpoint import (
 )
 from backhaul.protocols.domain import DomainRecord
 from backhaul.protocols.policy import Choice, Policy
-from backhaul.protocols.record import Chosen, InputEnd, InputEndOutcome, RequestRecord
+from backhaul.protocols.record import (
+    Chosen,
+    DecodeEndReason,
+    InputEnd,
+    InputEndOutcome,
+    RequestRecord,
+)
 
 
 @dataclass
@@ -33,6 +39,7 @@ class Pin:
         kinds: prompt ends that materialise here; empty for a decode position.
         confirmed: the step that writes the blocks has been processed: the bytes are final.
         passable: a step of many draft tokens may go past the boundary and leave no state there.
+        reached_at: when the step that computes the boundary was scheduled.
     """
 
     boundary: int
@@ -40,6 +47,7 @@ class Pin:
     kinds: tuple[CheckpointKind, ...] = ()
     confirmed: bool = False
     passable: bool = False
+    reached_at: float = 0.0
 
     @property
     def block_ids(self) -> list[int]:
@@ -75,7 +83,7 @@ class TrackedRequest:
     ``forced`` are the chunk ends that were forced so far; ``takes_input_end`` says whether policy,
     role and hints allow a U_end to be published. ``choice`` is what its ``policy`` chose when it
     arrived; ``verbatim`` finds the end of what the parser keeps, where the policy asks for it;
-    ``decode_end_reason`` says why nobody can load the end of the reply, withheld or published.
+    ``decode_end_reason`` says why nobody can load the end of the reply, published or not.
     """
 
     request: Any
@@ -107,7 +115,8 @@ class TrackedRequest:
     outcome: Outcome | None = None
     forced: list[int] = field(default_factory=list)
     takes_input_end: bool = False
-    decode_end_reason: Reason | None = None
+    decode_end_reason: DecodeEndReason | None = None
+    announced: int = 0  # tokens whose attention blocks stand in KV events already
 
     @property
     def takes_decode(self) -> bool:
@@ -128,6 +137,7 @@ class TrackedRequest:
                 reason=self.miss,
                 input_end=self._input_end(0),
                 chosen=self._chosen(),
+                decode_end_reason=self.decode_end_reason,
             )
         return RequestRecord(
             prompt_tokens=outcome.prompt_tokens,

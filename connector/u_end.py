@@ -32,16 +32,20 @@ _active = threading.local()
 class Recorder:
     """What was seen of one request's render. Used by one thread at a time.
 
+    Args:
+        reasoning: find out ``reasoning_use``.
+
     Attributes:
         template: names the template that was rendered; "" where none was.
         reasoning_use: what that template does with the reasoning of earlier replies.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, reasoning: bool = False) -> None:
         self.reason: Reason | None = Reason.OPAQUE_PROMPT
         self.suffix: Sequence[int] = ()
         self.template = ""
         self.reasoning_use: ReasoningUse | None = None
+        self._reasoning = reasoning
         self._rendering: Rendering | None = None
 
     def __enter__(self) -> Self:
@@ -56,8 +60,9 @@ class Recorder:
         """Render once, with marks where the template allows it."""
         self._rendering, self.reason = None, Reason.ERROR
         self.template = template.digest
-        with contextlib.suppress(Exception):
-            self.reasoning_use = template.rules.use(variables) if template.rules else None
+        if self._reasoning and template.rules is not None:
+            with contextlib.suppress(Exception):
+                self.reasoning_use = template.rules.use(variables)
         if template.marked is not None:
             self.reason = template.marked.reason
             try:

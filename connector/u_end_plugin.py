@@ -15,14 +15,14 @@ import importlib.util
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from prometheus_client import Counter
 
+from backhaul.connector.hints import PROMPT_TAIL
 from backhaul.connector.request_facts import (
     lost_suffix,
     message_facts,
@@ -31,6 +31,7 @@ from backhaul.connector.request_facts import (
     reply_reasons,
     rewrites,
     role_of,
+    turn_fact,
 )
 from backhaul.connector.selfcheck import Surface, missing_surfaces, parameters, source_has
 from backhaul.connector.u_end import (
@@ -40,6 +41,8 @@ from backhaul.connector.u_end import (
     harmony_u_end,
     uses_templates,
 )
+from backhaul.protocols.metrics import API_SERVER, ENGINE_PREFIX
+from backhaul.protocols.policy import Policy
 from backhaul.render.reasons import Reason, UEnd
 
 logger = logging.getLogger("vllm.backhaul")
@@ -86,6 +89,10 @@ SURFACES: tuple[Surface, ...] = (
         "vllm.renderers.hf", "HfRenderer.render_messages_async", "template arguments",
         parameters("self", "messages", "params")
         & source_has("params.get_apply_chat_template_kwargs()", "_apply_chat_template_async("),
+    ),
+    Surface(
+        "vllm.renderers.params", "ChatParams.get_apply_chat_template_kwargs", "template arguments",
+        parameters("self") & source_has("return merge_kwargs("),
     ),
     Surface(
         "vllm.renderers.hf", "HfRenderer.__init__", "rendering thread",
@@ -176,7 +183,6 @@ def install() -> bool:
     """Hook vLLM. Returns False, after one line in the log, where a surface changed; repeating it
     does nothing."""
     import vllm
-    from vllm.renderers import hf
     from vllm.renderers.online_renderer import OnlineRenderer
 
     if getattr(OnlineRenderer, "_backhaul_u_end", False):
@@ -188,26 +194,35 @@ def install() -> bool:
             vllm.__version__, "; ".join(problems),
         )  # fmt: skip
         return False
-    from transformers.utils import chat_template_utils
-
-    chat_template_utils._compile_jinja_template = _recorded(
-        chat_template_utils._compile_jinja_template
-    )
-    hf.safe_apply_chat_template = _applied(hf.safe_apply_chat_template)
-    hf.HfRenderer.render_messages_async = _carried(hf.HfRenderer.render_messages_async)
-    renderer: Any = OnlineRenderer
-    renderer.preprocess_chat = _preprocessed(renderer.preprocess_chat)
-    renderer.render_chat = _directed(renderer.render_chat)
-    renderer.render_responses = _directed(renderer.render_responses)
-    renderer._make_request_with_harmony = _harmony(
-        renderer._make_request_with_harmony, _engine_input
-    )
-    renderer._render_responses_with_harmony = _harmony(
-        renderer._render_responses_with_harmony, lambda result: result.engine_input
-    )
-    renderer._backhaul_u_end = True
+    for owner, name, hook in hooks():
+        setattr(owner, name, hook(getattr(owner, name)))
+    OnlineRenderer._backhaul_u_end = True
     _counter()
     return True
+
+
+def hooks() -> list[tuple[Any, str, Callable[[Any], Any]]]:
+    """What is hooked: where it is, its name, and what to put around it. The original is the
+    hooked one's ``__wrapped__``."""
+    from transformers.utils import chat_template_utils
+    from vllm.renderers import hf, params
+    from vllm.renderers.online_renderer import OnlineRenderer as Online
+
+    in_responses = functools.partial(_harmony, engine_input=lambda result: result.engine_input)
+    return [
+        (chat_template_utils, "_compile_jinja_template", _recorded),
+        (hf, "safe_apply_chat_template", _applied),
+        (params.ChatParams, "get_apply_chat_template_kwargs", _carried),
+        (Online, "preprocess_chat", _preprocessed),
+        (Online, "render_chat", _directed),
+        (Online, "render_responses", _directed),
+        (
+            Online,
+            "_make_request_with_harmony",
+            functools.partial(_harmony, engine_input=_engine_input),
+        ),
+        (Online, "_render_responses_with_harmony", in_responses),
+    ]
 
 
 # -- the hooks, from the template outwards -----------------------------------------------------
@@ -225,7 +240,7 @@ def _recorded(compile_template: Callable[[str], Any]) -> Callable[[str], Any]:
 def _applied(apply: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(apply)
     def applied(model_config: Any, tokenizer: Any, conversation: Any, **kwargs: Any) -> Any:
-        recorder = kwargs.pop(_ARGUMENT, None)
+        recorder: Recorder | None = kwargs.pop(_ARGUMENT, None)
         if recorder is None:
             return apply(model_config, tokenizer, conversation, **kwargs)
         with recorder:
@@ -240,36 +255,28 @@ def _applied(apply: Callable[..., Any]) -> Callable[..., Any]:
     return applied
 
 
-def _carried(render: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(render)
-    async def carried(self: Any, messages: Any, params: Any) -> Any:
+def _carried(arguments: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
+    @functools.wraps(arguments)
+    def carried(self: Any) -> dict[str, Any]:
+        found = arguments(self)  # A dictionary of this call's own.
         recorder = _recorder.get()
         if recorder is not None:
-            params = _with_recorder(params, recorder)
-        return await render(self, messages, params)
+            found[_ARGUMENT] = recorder
+        return found
 
     return carried
-
-
-def _with_recorder(params: Any, recorder: Recorder) -> Any:
-    """``params`` whose template arguments carry the recorder; unchanged where that fails."""
-    try:
-        arguments = {**params.chat_template_kwargs, _ARGUMENT: recorder}
-        return replace(params, chat_template_kwargs=arguments)
-    except Exception as error:
-        recorder.reason = Reason.ERROR
-        logger.debug("U_end of a prompt is unknown", exc_info=error)
-        return params
 
 
 def _preprocessed(preprocess: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(preprocess)
     async def preprocessed(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        outbound = bool(kwargs.get("skip_mm_cache")) or _outbound.get()
-        if not _wanted(self, request, outbound):
+        wanted = _wanted(self, request, bool(kwargs.get("skip_mm_cache")) or _outbound.get())
+        if wanted is None:
             return await preprocess(self, request, *args, **kwargs)
-        recorder = Recorder()
-        token = _recorder.set(recorder)
+        recorder = Recorder(reasoning=wanted.decides)
+        # Other renderers would hand the recorder to their encoders.
+        applies = uses_templates(type(self.renderer))  # type: ignore[arg-type]
+        token = _recorder.set(recorder if applies else None)
         try:
             result = await preprocess(self, request, *args, **kwargs)
         finally:
@@ -277,7 +284,12 @@ def _preprocessed(preprocess: Callable[..., Any]) -> Callable[..., Any]:
         _fill(
             request,
             lambda: _found(self.renderer, recorder, _engine_input(result), _said(args, kwargs)),
-            lambda u_end: _facts(request, _token_ids(_engine_input(result)), u_end, recorder, self),
+            lambda u_end: (
+                _facts(request, _token_ids(_engine_input(result)), u_end, recorder, self)
+                if wanted.decides
+                else turn_fact(request)
+            ),
+            lambda: _token_ids(_engine_input(result)),
         )
         return result
 
@@ -286,14 +298,20 @@ def _preprocessed(preprocess: Callable[..., Any]) -> Callable[..., Any]:
 
 def _directed(render: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(render)
-    async def directed(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        token = _outbound.set(bool(kwargs.get("skip_mm_cache")))
-        try:
-            return await render(self, request, *args, **kwargs)
-        finally:
-            _outbound.reset(token)
+    def directed(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        # Not a coroutine of its own: most requests go to this process's engine.
+        made = render(self, request, *args, **kwargs)
+        return _outwards(made) if kwargs.get("skip_mm_cache") else made
 
     return directed
+
+
+async def _outwards(render: Awaitable[Any]) -> Any:
+    token = _outbound.set(True)
+    try:
+        return await render
+    finally:
+        _outbound.reset(token)
 
 
 def _harmony(render: Callable[..., Any], engine_input: Callable[[Any], Any]) -> Callable[..., Any]:
@@ -302,12 +320,14 @@ def _harmony(render: Callable[..., Any], engine_input: Callable[[Any], Any]) -> 
         params = getattr(request, "kv_transfer_params", None)
         given = isinstance(params, dict) and params.get("prompt_token_ids") is not None
         result = render(self, request, *args, **kwargs)
-        if not hasattr(result, "error") and _wanted(self, request, _outbound.get()):
+        wanted = _wanted(self, request, _outbound.get())
+        if wanted is not None and not hasattr(result, "error"):
             opaque = UEnd(None, Reason.OPAQUE_PROMPT)
             _fill(
                 request,
                 lambda: opaque if given else harmony_u_end(_token_ids(engine_input(result))),
-                lambda u_end: message_facts(request),
+                lambda u_end: message_facts(request) if wanted.decides else turn_fact(request),
+                lambda: _token_ids(engine_input(result)),
             )
         return result
 
@@ -317,36 +337,66 @@ def _harmony(render: Callable[..., Any], engine_input: Callable[[Any], Any]) -> 
 # -- deciding ------------------------------------------------------------------------------------
 
 
-def _wanted(online_renderer: Any, request: Any, outbound: bool) -> bool:
-    """Whether the request can carry an offset, and somebody may read it."""
+class _Wanted(NamedTuple):
+    """Somebody may read an offset.
+
+    ``decides``: under a policy that chooses by what else is known of the request, or may.
+    """
+
+    decides: bool
+
+
+_WANTED, _DECIDES = _Wanted(decides=False), _Wanted(decides=True)
+_DECIDING = (Policy.AUTO, Policy.BOUNDARIES)
+
+
+def _wanted(online_renderer: Any, request: Any, outbound: bool) -> _Wanted | None:
+    """Whether the request can carry an offset, and somebody may read it; None: neither."""
     try:
-        if not hasattr(request, "kv_transfer_params"):
-            return False
-        if outbound or _switch() == "on":
-            return True
-        config = getattr(online_renderer.renderer.config, "kv_transfer_config", None)
-        return config is not None and _connects.of(config)
+        params = request.kv_transfer_params
+        if outbound:
+            return _DECIDES  # Whose engine gets it is not known, nor its policy.
+        wanted = _readers.of(getattr(online_renderer.renderer.config, "kv_transfer_config", None))
     except Exception:
-        return False
+        return None
+    if wanted is None:
+        return _DECIDES if _switch() == "on" else None
+    hints = params.get("backhaul") if isinstance(params, dict) else None
+    own = hints.get("policy") if isinstance(hints, dict) else None
+    return _DECIDES if own in _DECIDING else wanted
 
 
-class _Connects:
-    """Whether the connector is Backhaul's, alone or among those of a MultiConnector. Found once
-    for the configuration that a process has."""
+class _Readers:
+    """What Backhaul's connector in vLLM's configuration wants, alone or among those of a
+    MultiConnector. Found once for the configuration that a process has."""
 
     def __init__(self) -> None:
         self._config: Any = None
-        self._found = False
+        self._found: _Wanted | None = None
 
-    def of(self, config: Any) -> bool:
+    def of(self, config: Any) -> _Wanted | None:
         if config is not self._config:
             fields = ("kv_connector", "kv_connector_module_path", "kv_connector_extra_config")
             texts = [str(getattr(config, field, "")).lower() for field in fields]
-            self._config, self._found = config, any("backhaul" in text for text in texts)
+            self._config = config
+            self._found = _WANTED if any("backhaul" in text for text in texts) else None
+            if self._found and _policies(getattr(config, fields[-1], None)) & {*_DECIDING}:
+                self._found = _DECIDES
         return self._found
 
 
-_connects = _Connects()
+_readers = _Readers()
+
+
+def _policies(options: Any) -> set[str]:
+    """Policies named anywhere in a connector's options."""
+    if isinstance(options, list):
+        return set().union(*map(_policies, options))
+    if not isinstance(options, dict):
+        return set()
+    named = options.get("policy")
+    own = {named} if isinstance(named, str) else set()
+    return own.union(*map(_policies, options.values()))
 
 
 def _engine_input(result: Any) -> Any:
@@ -377,12 +427,15 @@ def _found(renderer: Any, recorder: Recorder, engine_input: Any, messages: Seque
 
 
 def _fill(
-    request: Any, find: Callable[[], UEnd], facts: Callable[[int | None], dict[str, Any]]
+    request: Any,
+    find: Callable[[], UEnd],
+    facts: Callable[[int | None], dict[str, Any]],
+    prompt: Callable[[], Sequence[int]],
 ) -> None:
     """Put the offset, and ``facts`` of a request with that offset, into the request's own copy of
     its parameters; count what became of the offset. What the client says stays."""
     try:
-        outcome = _filled(request, find, facts)
+        outcome = _filled(request, find, facts, prompt)
     except Exception as error:
         outcome = Reason.ERROR
         logger.debug("U_end of a prompt is unknown", exc_info=error)
@@ -390,7 +443,10 @@ def _fill(
 
 
 def _filled(
-    request: Any, find: Callable[[], UEnd], facts: Callable[[int | None], dict[str, Any]]
+    request: Any,
+    find: Callable[[], UEnd],
+    facts: Callable[[int | None], dict[str, Any]],
+    prompt: Callable[[], Sequence[int]],
 ) -> str:
     params = {} if request.kv_transfer_params is None else request.kv_transfer_params
     hints = params.get("backhaul") if isinstance(params, dict) else params
@@ -405,25 +461,34 @@ def _filled(
     except Exception as error:
         logger.debug("Nothing else is known of a request", exc_info=error)
     # Not in place: the requests of a batch share one object.
-    request.kv_transfer_params = {**params, "backhaul": {**own, **hints}}
+    request.kv_transfer_params = {**params, "backhaul": {**own, **hints, **_asked(hints, prompt)}}
     if supplied:
         return SUPPLIED
     return FILLED if found.tokens is not None else found.reason or Reason.ERROR
+
+
+def _asked(hints: dict[str, Any], prompt: Callable[[], Sequence[int]]) -> dict[str, Any]:
+    """What the connector needs to tell the prompt's ids: another one may drop the last of them
+    before it sees the request."""
+    if hints.get("return_prompt_token_ids") is not True:
+        return {}
+    ids = prompt()
+    return {"prompt_length": len(ids), "prompt_tail": list(ids[-PROMPT_TAIL:])}
 
 
 def _facts(
     request: Any, prompt: Sequence[int], u_end: int | None, recorder: Recorder, renderer: Any
 ) -> dict[str, Any]:
     """What is known of a request besides; what cannot be found out is left out."""
-    parsers = parsers_of(renderer)
+    parsers = functools.partial(parsers_of, renderer, request)
     tokenizer = renderer.renderer.get_tokenizer()
     suffix = prompt[u_end:] if u_end is not None else recorder.suffix
     findings: dict[str, Callable[[], Any]] = {
         "template": lambda: recorder.template or None,
-        "reasoning": lambda: reply_reasons(parsers, tokenizer, suffix) if suffix else None,
+        "reasoning": lambda: reply_reasons(parsers(), tokenizer, suffix) if suffix else None,
         "reasoning_kept": lambda: reasoning_kept(recorder.reasoning_use, request),
         "suffix_start": lambda: None if u_end is None else lost_suffix(prompt, u_end, request),
-        "rewrites": lambda: rewrites(parsers, tokenizer, request),
+        "rewrites": lambda: rewrites(parsers(), tokenizer, request),
     }
     found = message_facts(request)
     for name, find in findings.items():
@@ -436,7 +501,9 @@ def _facts(
 
 @functools.cache
 def _counter() -> Counter:
-    counter = Counter("backhaul:u_end", "Requests with messages, by U_end's outcome.", ["outcome"])
+    metric = API_SERVER["u_end"]
+    labels = [label.name for label in metric.labels]
+    counter = Counter(f"{ENGINE_PREFIX}u_end", metric.help, labels)
     for outcome in OUTCOMES:
         counter.labels(outcome)
     return counter

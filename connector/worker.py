@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import queue
 import time
@@ -70,6 +71,8 @@ class WorkerHalf:
         threads = options.transfer_threads
         self._loads = ThreadPoolExecutor(threads, thread_name_prefix="backhaul-load")
         self._publishes = ThreadPoolExecutor(threads, thread_name_prefix="backhaul-publish")
+        # Conversions take turns at one buffer, which must not keep the threads of other loads.
+        self._conversions = ThreadPoolExecutor(1, thread_name_prefix="backhaul-convert")
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
         """vLLM allocated its cache, one tensor per layer: register it for transfers."""
@@ -103,7 +106,12 @@ class WorkerHalf:
             return
         ready = self._event() if self._event is not None else None
         for load in meta.loads:
-            self._loads.submit(self._run, load, ready, self._load)
+            if load.source is None:
+                self._loads.submit(self._run, load, ready, self._load)
+            else:
+                until = time.monotonic() + self._options.load_timeout_s
+                convert = functools.partial(self._convert, until=until)
+                self._conversions.submit(self._run, load, ready, convert)
         for publish in meta.publishes:
             self._publishes.submit(self._run, publish, ready, self._publish)
 
@@ -139,6 +147,7 @@ class WorkerHalf:
     def shutdown(self) -> None:
         """Stop the threads; running transfers end by their own deadline."""
         self._loads.shutdown(wait=False, cancel_futures=True)
+        self._conversions.shutdown(wait=False, cancel_futures=True)
         self._publishes.shutdown(wait=False, cancel_futures=True)
         self._store.close()
 
@@ -186,15 +195,6 @@ class WorkerHalf:
     def _load(self, job: LoadJob) -> TransferResult:
         if not job.blocks:
             return TransferResult(ok=False, reason=Reason.INTERNAL)
-        if job.source is not None:
-            if self._converter is None or self._domain is None:
-                return TransferResult(ok=False, reason=Reason.INTERNAL)
-            return self._converter.load(
-                job,
-                self._domain,
-                verify=self._options.verify_loads,
-                timeout_s=self._options.load_timeout_s,
-            )
         items = [
             LoadItem(self._key(block), self._groups[block.group].segments(block.block_id))
             for block in job.blocks
@@ -204,6 +204,18 @@ class WorkerHalf:
             items,
             verify=self._options.verify_loads,
             timeout_s=self._options.load_timeout_s,
+        )
+
+    def _convert(self, job: LoadJob, until: float) -> TransferResult:
+        """As ``_load``, from a domain that another tensor-parallel size makes; to be over by
+        ``until`` (``time.monotonic``), for it may have waited for others."""
+        if not job.blocks or self._converter is None or self._domain is None:
+            return TransferResult(ok=False, reason=Reason.INTERNAL)
+        left_s = until - time.monotonic()
+        if left_s <= 0:
+            return TransferResult(ok=False, reason=Reason.TIMEOUT)
+        return self._converter.load(
+            job, self._domain, verify=self._options.verify_loads, timeout_s=left_s
         )
 
     def _publish(self, job: PublishJob) -> TransferResult:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import asdict
+from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +20,7 @@ from backhaul.deploy.arguments import (
     http_url,
     pause_of_seconds,
     seconds,
+    writing,
 )
 from backhaul.protocols.errors import ConfigError
 
@@ -25,8 +28,11 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from backhaul.benchmarks.ab import Arm, ArmReport, RequestReport
+    from backhaul.deploy.console import Console
 
 TURNS_MAX = 1000
+_EXPENDABLE = ("digest", "calls", "reasoning", "content", "output")
+"""Columns that a narrow terminal does without, the first ones first."""
 CUT = "length"
 """How a reply ends that reached its limit."""
 ADVICE = (
@@ -122,9 +128,8 @@ def ab(
 
     Exit code 0: measured; 1: a server could not be asked or failed; 2: wrong usage.
     """
-    from rich.console import Console
-
     from backhaul.benchmarks.ab import QUESTIONS, AbError, AbPlan, Arm, run_arm
+    from backhaul.deploy.console import Console
     from backhaul.deploy.terminal import print_json
 
     if reset_b and not b:
@@ -161,19 +166,17 @@ def ab(
         raise typer.Exit(1) from None
     result = {"turns": turns, "arms": [_as_dict(report) for report in reports]}
     if out is not None:
-        try:
+        with writing("--out", out):
             out.write_text(json.dumps(result, indent=2) + "\n")
-        except OSError as error:
-            raise ConfigError(f"--out {str(out)!r} cannot be written: {error.strerror}") from None
     if as_json:
         print_json(result)
         return
     for report in reports:
-        console.print(_arm_table(report))
+        print_arm(console, report)
     if len(reports) == 2:
-        console.print(_comparison(*reports))
+        console.print(comparison_table(*reports))
     for line in _remarks(reports, salt=salt):
-        console.print(line, style="yellow", highlight=False, soft_wrap=True)
+        console.print(line, style="yellow", soft_wrap=True)
 
 
 def _questions(path: Path) -> list[str]:
@@ -218,46 +221,56 @@ def _count(tokens: int | None) -> str:
     return "?" if tokens is None else f"{tokens:,}"
 
 
-def _arm_table(report: ArmReport) -> Table:
-    from rich.table import Table
+def print_arm(console: Console, report: ArmReport) -> None:
+    """One arm's requests, with the columns that the console has a place for."""
+    from backhaul.deploy.console import narrowed
 
-    table = Table(title=f"{report.name}: {report.url} ({report.model})", title_justify="left")
-    table.add_column("turn", justify="right")
-    for name in ("prompt", "cached", "share", "output", "reasoning", "content", "calls", "TTFT s"):
-        table.add_column(name, justify="right")
-    table.add_column("ended")
-    table.add_column("digest")
-    for r in report.requests:
-        share = (r.cached_tokens or 0) / max(r.prompt_tokens, 1)
-        lengths = (r.completion_tokens, r.reasoning_characters, r.content_characters)
-        table.add_row(
-            str(r.turn),
-            f"{r.prompt_tokens:,}",
-            _count(r.cached_tokens),
-            f"{share:.1%}",
-            *(f"{n:,}" for n in lengths),
-            str(r.tool_calls),
-            f"{r.ttft_s:.2f}",
-            r.finish_reason,
-            r.digest,
-        )
-    table.add_section()
-    total = sum(r.completion_tokens for r in report.requests)
-    table.add_row(
-        "all",
-        f"{report.prompt_tokens:,}",
-        f"{report.cached_tokens:,}",
-        f"{report.cached_share:.1%}",
-        f"{total:,}",
-    )
-    table.add_row("2 on", "", "", f"{report.later_cached_share:.1%}")
+    table, left_out = narrowed(console, partial(_arm_table, report), _EXPENDABLE)
+    console.print(table)
+    if left_out:
+        console.print(f"Not shown for lack of width: {', '.join(left_out)}. --json has all.")
+
+
+def _arm_table(report: ArmReport, without: Collection[str] = ()) -> Table:
+    from backhaul.deploy.console import plain_table
+
+    requests = report.requests
+    cells = {
+        "turn": [*(str(r.turn) for r in requests), "all", "2 on"],
+        "prompt": [*(f"{r.prompt_tokens:,}" for r in requests), f"{report.prompt_tokens:,}"],
+        "cached": [*(_count(r.cached_tokens) for r in requests), f"{report.cached_tokens:,}"],
+        "share": [
+            *(f"{(r.cached_tokens or 0) / max(r.prompt_tokens, 1):.1%}" for r in requests),
+            f"{report.cached_share:.1%}",
+            f"{report.later_cached_share:.1%}",
+        ],
+        "output": [
+            *(f"{r.completion_tokens:,}" for r in requests),
+            f"{sum(r.completion_tokens for r in requests):,}",
+        ],
+        "reasoning": [f"{r.reasoning_characters:,}" for r in requests],
+        "content": [f"{r.content_characters:,}" for r in requests],
+        "calls": [str(r.tool_calls) for r in requests],
+        "TTFT s": [f"{r.ttft_s:.2f}" for r in requests],
+        "ended": [r.finish_reason for r in requests],
+        "digest": [r.digest for r in requests],
+    }
+    table = plain_table(f"{report.name}: {report.url} ({report.model})")
+    shown = [name for name in cells if name not in without]
+    for name in shown:
+        left = name in ("ended", "digest")
+        table.add_column(name, justify="left" if left else "right", overflow="fold")
+    rows = list(zip_longest(*(cells[name] for name in shown), fillvalue=""))
+    for number, row in enumerate(rows, 1):
+        table.add_row(*row, end_section=number == len(requests))
     return table
 
 
-def _comparison(one: ArmReport, two: ArmReport) -> Table:
-    from rich.table import Table
+def comparison_table(one: ArmReport, two: ArmReport) -> Table:
+    """Two arms' requests beside each other."""
+    from backhaul.deploy.console import plain_table
 
-    table = Table(title="A against B", title_justify="left")
+    table = plain_table("A against B")
     table.add_column("turn", justify="right")
     for name in ("recomputed A", "recomputed B", "TTFT A", "TTFT B", "B / A"):
         table.add_column(name, justify="right")

@@ -11,7 +11,9 @@ import json
 import os
 import re
 import stat
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -108,6 +110,18 @@ def pool_size(name: str, value: str) -> None:
         )
 
 
+def store_budget(name: str, value: str) -> None:
+    """A size of a store's pool, or 0 for no limit."""
+    if size_of_bytes(name, value):
+        pool_size(name, value)
+
+
+def some_bytes(name: str, value: str) -> None:
+    """A number of bytes above 0."""
+    if not size_of_bytes(name, value):
+        raise ConfigError(f"{name} is {shown(value)}: give at least one byte")
+
+
 def listen_address(name: str, value: str) -> None:
     """``host:port`` to listen on."""
     try:
@@ -188,7 +202,7 @@ def file_to_write(name: str, value: str) -> None:
     except FileNotFoundError:
         if not path.parent.is_dir():
             raise ConfigError(f"{name} {shown(value)}: there is no folder {path.parent}") from None
-        _writable(name, value, path.parent)
+        _holds_files(name, value, path.parent)
         return
     except (OSError, ValueError) as error:
         raise ConfigError(f"{name} {shown(value)}: {_words(error)}") from None
@@ -208,7 +222,7 @@ def folder_to_write(name: str, value: str) -> None:
             raise ConfigError(f"{name} {shown(value)}: {path} is no folder")
     except (OSError, ValueError) as error:
         raise ConfigError(f"{name} {shown(value)}: {_words(error)}") from None
-    _writable(name, value, path)
+    _holds_files(name, value, path)
 
 
 def model_folder(name: str, value: str) -> None:
@@ -269,6 +283,16 @@ def read_bounded(name: str, value: str, bytes_max: int) -> bytes:
     return content
 
 
+@contextmanager
+def writing(name: str, path: Path) -> Iterator[None]:
+    """What is written inside goes to ``path``. Raises ``ConfigError`` where that fails: a disk may
+    fill up after the check."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{name} {shown(str(path))} cannot be written: {_words(error)}") from None
+
+
 def shown(value: str) -> str:
     """A value as it stands in an error: quoted, on one line, not endless."""
     return repr(value if len(value) <= _SHOWN_CHARS else value[:_SHOWN_CHARS] + "...")
@@ -292,8 +316,17 @@ def _readable(name: str, value: str, path: Path) -> None:
 
 
 def _writable(name: str, value: str, path: Path) -> None:
-    if not os.access(path, os.W_OK | (os.X_OK if path.is_dir() else 0)):
+    if not os.access(path, os.W_OK):
         raise ConfigError(f"{name} {shown(value)}: {path} cannot be written")
+
+
+def _holds_files(name: str, value: str, folder: Path) -> None:
+    """Permissions do not tell: /proc is a folder that root may write and that takes no file."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError:
+        raise ConfigError(f"{name} {shown(value)}: {folder} cannot be written") from None
 
 
 def _words(error: OSError | ValueError) -> str:

@@ -15,6 +15,7 @@ from backhaul.benchmarks.reuse.record import NO_POLICY, Budget, PromptEndAt
 from backhaul.benchmarks.reuse.workloads import WORKLOADS, Sizes
 from backhaul.deploy.arguments import each, folder_to_write
 from backhaul.deploy.demo_command import default_cache_dir
+from backhaul.deploy.requirements import ENGINE, TINY_MODEL, need
 from backhaul.protocols.errors import ConfigError
 from backhaul.protocols.policy import Policy
 from backhaul.transfer.daemon.settings import CAPACITY_MIN_BYTES, parse_bytes
@@ -101,9 +102,9 @@ def bench(
     Exit code 0: all arms are done; 1: an engine or the store failed; 2: an argument is wrong; 130:
     interrupted.
     """
-    from rich.console import Console
-
+    need("`backhaul bench`", *ENGINE, *TINY_MODEL)
     from backhaul.benchmarks.reuse.run import MODEL, run_matrix
+    from backhaul.deploy.console import Console
     from backhaul.deploy.processes import ServiceError
 
     if not math.isfinite(scale):  # compares as in range
@@ -133,7 +134,7 @@ def bench(
             cache_dir=cache_dir or default_cache_dir(),
             concurrency=concurrency,
         )
-    except (ServiceError, TimeoutError) as error:
+    except ServiceError as error:
         print(f"backhaul: error: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:

@@ -7,7 +7,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from backhaul.deploy.explanation import tag as tag_for_prompt
-from backhaul.deploy.prompt_lookup import LIMIT, Subject, differing_fields, look_up
+from backhaul.deploy.prompt_lookup import (
+    LIMIT,
+    Subject,
+    differing_fields,
+    look_up,
+    prompt_hashes,
+)
 from backhaul.protocols.checkpoint import DomainId, Reason
 from backhaul.transfer.base import CheckpointInfo, DomainInfo, Visibility
 
@@ -109,9 +115,7 @@ def tagged_for(
     one is selected does not depend on them. Of more than ``LIMIT`` the rest is not seen."""
     everything = look_up(
         inspector,
-        subject,
-        target,
-        cache_salt=cache_salt,
+        prompt_hashes(subject, target, cache_salt),
         visibilities=query.visibilities | {Visibility.VISIBLE},
     )
     fields = differing_fields(domains, target)

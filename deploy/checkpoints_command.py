@@ -283,11 +283,11 @@ def checkpoint_document(info: CheckpointInfo) -> dict[str, Any]:
 
 
 def _print(page: TaggedPage, domain: str, known: list[Any]) -> None:
-    from rich.console import Console
+    from backhaul.deploy.console import Console
 
-    console = Console(highlight=False)
+    console = Console()
     if not console.is_terminal:
-        console = Console(highlight=False, width=_PIPE_WIDTH)  # a file has no edge
+        console = Console(width=_PIPE_WIDTH)  # a file has no edge
     if not page.checkpoints:
         console.print("No checkpoint fits.")
         if not known:

@@ -3,22 +3,24 @@ Backhaul, and a table of what each turn reused."""
 
 from __future__ import annotations
 
+import contextlib
 import json
-import shutil
 import statistics
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from backhaul.deploy.arguments import writing
+from backhaul.deploy.console import Console, plain_table
 from backhaul.deploy.conversation import Conversation, filler, load_encoder
+from backhaul.deploy.logs import log_folder
 from backhaul.deploy.pair import Pair, Turn
 from backhaul.deploy.progress import StartProgress
+from backhaul.deploy.terminal import format_age
 from backhaul.deploy.tiny_model import TOKEN_IDS, build_tiny_model
 
 END_TOKEN = TOKEN_IDS["<|im_end|>"]
@@ -83,13 +85,14 @@ def run_demo(
     console: Console, *, cache_dir: Path, output: Path | None = None, keep_logs: bool = False
 ) -> None:
     """Run both arms and print the tables. Raises ``ServiceError`` where a service fails."""
+    started = time.monotonic()
     model = build_tiny_model(cache_dir / "tiny-hybrid")
-    logs = Path(tempfile.mkdtemp(prefix="backhaul-demo-"))
-    console.print(f"Model [bold]{model}[/], logs in {logs}")
-    console.rule("with Backhaul")
-    script, with_backhaul = _arm(console, model, logs / "with", None)
-    console.rule("without Backhaul: the same prompts, NIXL only")
-    _, without = _arm(console, model, logs / "without", script)
+    with log_folder("backhaul-demo-", keep=keep_logs) as logs:
+        console.print(f"Model {model}, logs in {logs}", soft_wrap=True)
+        console.rule("with Backhaul")
+        script, with_backhaul = _arm(console, model, logs / "with", None)
+        console.rule("without Backhaul: the same prompts, NIXL only")
+        _, without = _arm(console, model, logs / "without", script)
     console.print(turn_table("With Backhaul", with_backhaul))
     console.print(turn_table("Without Backhaul", without))
     console.print(ratio_table(with_backhaul, without))
@@ -98,10 +101,10 @@ def run_demo(
             "with": [asdict(r) for r in with_backhaul],
             "without": [asdict(r) for r in without],
         }
-        output.write_text(json.dumps(result, indent=2) + "\n")
+        with writing("--output", output):
+            output.write_text(json.dumps(result, indent=2) + "\n")
         console.print(f"Wrote {output}")
-    if not keep_logs:
-        shutil.rmtree(logs, ignore_errors=True)
+    console.print(f"Both arms took {format_age(time.monotonic() - started)}")
 
 
 def _arm(
@@ -117,17 +120,16 @@ def _arm(
         on_progress=progress.update,
         engine_env={"VLLM_SERVER_DEV_MODE": "1"},  # for EngineClient.reset_prefix_cache
     )
-    with Live(progress.table(), console=console, refresh_per_second=4) as live:
-        progress.on_change = lambda table: live.update(table)
-        pair.__enter__()
-    try:
+    with contextlib.ExitStack() as stack:
+        with Live(progress.table(), console=console, refresh_per_second=4) as live:
+            progress.on_change = lambda table: live.update(table)
+            stack.enter_context(pair)
+        stack.enter_context(pair.naming_failures())
         console.print(f"engines healthy after {time.monotonic() - progress.started:.0f} s")
         _warm_up(pair)
         if script is None:
             return play(console, pair, model)
         return script, _replay(console, pair, script)
-    finally:
-        pair.__exit__(None, None, None)
 
 
 def _warm_up(pair: Pair) -> None:
@@ -206,13 +208,13 @@ def _report(number: int, plan: Plan, turn: Turn) -> TurnReport:
 
 def turn_table(title: str, reports: Sequence[TurnReport]) -> Table:
     """One row per turn."""
-    table = Table(title=title, title_justify="left")
-    table.add_column("turn")
-    for name in ("prompt", "found locally", "loaded", "recomputed"):
-        table.add_column(name, justify="right")
-    table.add_column("loaded from")
+    table = plain_table(title)
+    table.add_column("turn", overflow="fold")
+    for name in ("prompt", "found\nlocally", "loaded", "recomputed"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("loaded\nfrom", no_wrap=True)
     for name in ("prefill s", "TTFT s"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     for r in reports:
         table.add_row(
             f"{r.turn} {r.label}",
@@ -226,10 +228,10 @@ def turn_table(title: str, reports: Sequence[TurnReport]) -> Table:
 
 def ratio_table(with_backhaul: Sequence[TurnReport], without: Sequence[TurnReport]) -> Table:
     """Without over with: how many times longer each turn takes without Backhaul."""
-    table = Table(title="Without / with", title_justify="left")
-    table.add_column("turn")
-    for name in ("recomputed tokens", "prefill time", "time to first token"):
-        table.add_column(name, justify="right")
+    table = plain_table("Without / with")
+    table.add_column("turn", overflow="fold")
+    for name in ("recomputed\ntokens", "prefill\ntime", "time to\nfirst token"):
+        table.add_column(name, justify="right", no_wrap=True)
     rows = []
     for a, b in zip(with_backhaul, without, strict=True):
         row = (

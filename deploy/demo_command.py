@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from backhaul.deploy.arguments import each, file_to_write, folder_to_write
+from backhaul.deploy.requirements import ENGINE, TINY_MODEL, need
 
 
 def default_cache_dir() -> Path:
@@ -30,7 +31,12 @@ def demo(
             metavar="DIR", help="Where to build the tiny model.", callback=each(folder_to_write)
         ),
     ] = None,
-    keep_logs: Annotated[bool, typer.Option(help="Keep the engines' logs.")] = False,
+    keep_logs: Annotated[
+        bool,
+        typer.Option(
+            help="Keep the logs of store and engines; of a failed run they are kept anyhow."
+        ),
+    ] = False,
 ) -> None:
     """Run a conversation with and without Backhaul and compare what each turn recomputed.
 
@@ -38,8 +44,8 @@ def demo(
 
     Exit code 0: both ran; 1: a service failed; 2: wrong usage; 130: interrupted.
     """
-    from rich.console import Console
-
+    need("`backhaul demo`", *ENGINE, *TINY_MODEL)
+    from backhaul.deploy.console import Console
     from backhaul.deploy.demo import run_demo
     from backhaul.deploy.processes import ServiceError
 

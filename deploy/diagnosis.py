@@ -328,7 +328,10 @@ def check_prompts(name: str, prompts: Mapping[float, float], boundary: int) -> F
         return Finding(name, Level.OK, f"boundaries every {boundary} tokens; no prompt so far")
     short = max((count for bound, count in prompts.items() if bound <= boundary), default=0.0)
     share = short / total
-    says = f"at least {share:.0%} of {total:.0f} prompts end before the first boundary ({boundary})"
+    says = f"none of {total:.0f} prompts is known to end before the first boundary ({boundary})"
+    if short:
+        many = f"at least {short:.0f} of {total:.0f}"
+        says = f"{many} prompts end before the first boundary ({boundary})"
     if share <= SHORT_SHARE_MAX:
         return Finding(name, Level.OK, says)
     return Finding(

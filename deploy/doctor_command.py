@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -12,10 +13,10 @@ from backhaul.deploy.arguments import each, http_url, seconds, store_uri
 from backhaul.deploy.store_options import DEFAULT_STORE, AsJson, StoreUri
 from backhaul.deploy.terminal import print_json
 from backhaul.protocols.errors import ConfigError, StoreError
+from backhaul.transfer.daemon.settings import parse_address
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
+    from backhaul.deploy.console import Console
     from backhaul.deploy.diagnosis import EngineView
     from backhaul.deploy.domain_rows import Row
     from backhaul.deploy.findings import Finding
@@ -30,7 +31,7 @@ def doctor(
         str,
         typer.Option(
             metavar="URL",
-            help="The store's --http address; default: port + 1.",
+            help="The store's --http address; default: what the store says.",
             callback=each(http_url),
         ),
     ] = "",
@@ -93,8 +94,9 @@ def doctor(
     findings: list[Finding] = []
     domains: list[DomainInfo] = []
     with StoreInspector(store, timeout_s=timeout) as inspector:
+        listening = ""
         try:
-            inspector.hello()
+            listening = inspector.hello()
             findings.append(check_store(inspector.stats()))
             domains = inspector.domains()
             reached = True
@@ -103,7 +105,8 @@ def doctor(
             findings.append(
                 Finding("store catalog", Level.PROBLEM, str(error), "start it, or correct --store")
             )
-    findings.append(_check_http(store_http, target, timeout))
+    if store_http or reached:
+        findings.append(_check_http(store_http, target, listening, timeout))
     if reached:
         if probe:
             findings.append(check_transports(probe_transports(target, timeout)))
@@ -203,23 +206,39 @@ def _named(domains: list[DomainInfo], name: str, seen: Sequence[Seen]) -> Domain
     raise ConfigError(f"--compare {name!r} {what}: {known or 'the store knows none'}")
 
 
-def _check_http(url: str, target: str, timeout_s: float) -> Finding:
+def http_of(target: str, listening: str) -> str:
+    """Where the HTTP of a store whose catalog is reached at ``target`` is reached, if it listens at
+    ``listening``; both ``host:port``. "": on the store's own machine only, which is another one, or
+    nobody knows."""
+    if not listening:
+        return ""
+    host = parse_address(target).host
+    there = parse_address(listening).seen_from(host)
+    return "" if is_loopback(there.host) and not is_loopback(host) else f"http://{there}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only its own machine reaches a host; a name counts only if it says so."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _check_http(url: str, target: str, listening: str, timeout_s: float) -> Finding:
     import httpx
 
     from backhaul.deploy.findings import Finding, Level
-    from backhaul.transfer.daemon.settings import PORT_MAX
 
-    guessed = not url
-    if guessed:
-        host, _, port = target.rpartition(":")
-        if int(port) == PORT_MAX:
-            return Finding(
-                "store HTTP",
-                Level.WARNING,
-                f"no port comes after the catalog's {port}",
-                "name its --http address: --store-http",
-            )
-        url = f"http://{host}:{int(port) + 1}"
+    given = bool(url)
+    url = url or http_of(target, listening)
+    if not url:
+        return Finding(
+            "store HTTP",
+            Level.WARNING,
+            f"it listens on {listening or 'an unknown address'}, not reached from here",
+            "start it with --http 0.0.0.0:PORT where its metrics are to be read",
+        )
     try:
         reply = httpx.get(f"{url.rstrip('/')}/healthz", timeout=timeout_s, trust_env=False)
         if reply.status_code == 200:
@@ -227,9 +246,13 @@ def _check_http(url: str, target: str, timeout_s: float) -> Finding:
         why = f"{url}/healthz answers {reply.status_code}"
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         why = f"{url} cannot be read: {error or type(error).__name__}"
-    if guessed:
-        return Finding("store HTTP", Level.WARNING, why, "name its --http address: --store-http")
-    return Finding("store HTTP", Level.PROBLEM, why, "correct --store-http, or restart the store")
+    if given:
+        return Finding(
+            "store HTTP", Level.PROBLEM, why, "correct --store-http, or restart the store"
+        )
+    # Ports may have other numbers outside the store's container.
+    todo = "name the address under which it is reached from here: --store-http"
+    return Finding("store HTTP", Level.WARNING, why, todo)
 
 
 def as_document(
@@ -272,12 +295,12 @@ def _print(
     rows: list[Row],
     seen: Sequence[Seen],
 ) -> None:
-    from rich.console import Console
     from rich.text import Text
 
+    from backhaul.deploy.console import Console
     from backhaul.deploy.domain_rows import domain_table
 
-    console: Console = Console(highlight=False)
+    console: Console = Console()
     for one in findings:
         line = Text.assemble((f"{one.level.value:<8}", _STYLES[one.level]), f"{one.check}: ")
         line.append(one.says)

@@ -13,6 +13,9 @@ from pathlib import Path
 import psutil
 
 from backhaul.deploy.processes import Progress, Service, free_port
+from backhaul.transfer.daemon.settings import Address
+
+ANY_PORT = Address("127.0.0.1", 0)
 
 WORKER_TITLE = "VLLM::Worker"
 """How vLLM names the processes that run the model."""
@@ -124,7 +127,7 @@ class Engine(Service):
 
 
 class StoreDaemon(Service):
-    """One ``backhaul store`` process."""
+    """One ``backhaul store`` process. Port 0 of an address is a free one."""
 
     def __init__(
         self,
@@ -132,6 +135,8 @@ class StoreDaemon(Service):
         *,
         name: str = "store",
         capacity: str = "512MiB",
+        listen: Address = ANY_PORT,
+        http: Address = ANY_PORT,
         args: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
     ) -> None:
@@ -139,8 +144,8 @@ class StoreDaemon(Service):
         self._capacity = capacity
         self._args = tuple(args)
         self._env = dict(env or {})
-        self._grpc = free_port()
-        self._http = free_port()
+        self._grpc = listen._replace(port=listen.port or free_port())
+        self._http = http._replace(port=http.port or free_port())
 
     @property
     def settings(self) -> tuple[str, tuple[str, ...]]:
@@ -155,12 +160,12 @@ class StoreDaemon(Service):
     @property
     def uri(self) -> str:
         """The store's address for ``kv_connector_extra_config``."""
-        return f"backhaul://127.0.0.1:{self._grpc}"
+        return f"backhaul://{self._grpc.from_here}"
 
     @property
     def http_url(self) -> str:
-        """Base URL of ``/healthz`` and ``/metrics``."""
-        return f"http://127.0.0.1:{self._http}"
+        """Base URL of the status page, ``/healthz`` and ``/metrics``."""
+        return f"http://{self._http.from_here}"
 
     @property
     def health_url(self) -> str:
@@ -169,7 +174,7 @@ class StoreDaemon(Service):
     def command(self) -> list[str]:
         return [
             *(sys.executable, "-m", "backhaul.deploy.cli", "store"),
-            *("--listen", f"127.0.0.1:{self._grpc}", "--http", f"127.0.0.1:{self._http}"),
+            *("--listen", str(self._grpc), "--http", str(self._http)),
             *("--capacity", self._capacity, *self._args),
         ]
 

@@ -141,18 +141,24 @@ def _look_up(
     store: str, domain: str, subject: Subject, cache_salt: str, timeout_s: float
 ) -> tuple[DomainInfo, Explanation]:
     from backhaul.deploy.explanation import explain as explain_prompt
-    from backhaul.deploy.prompt_lookup import differing_fields, domain_of, look_up
+    from backhaul.deploy.prompt_lookup import (
+        ask,
+        differing_fields,
+        domain_of,
+        look_up,
+        prompt_hashes,
+    )
     from backhaul.transfer.backends.inspector import StoreInspector
     from backhaul.transfer.base import Visibility
 
     with StoreInspector(store, timeout_s=timeout_s) as inspector:
         domains = inspector.domains()
         info = domain_of(domains, subject, domain)
-        found = look_up(
-            inspector, subject, info, cache_salt=cache_salt, visibilities=frozenset(Visibility)
-        )
+        hashes = prompt_hashes(subject, info, cache_salt)
+        matches = ask(inspector, hashes, info, subject.prompt_tokens)
+        found = look_up(inspector, hashes, visibilities=frozenset(Visibility))
     fields = differing_fields(domains, info)
-    return info, explain_prompt(found, info.id, subject.prompt_tokens, fields)
+    return info, explain_prompt(found, matches, info.id, subject.prompt_tokens, fields)
 
 
 def _against_logs(
@@ -199,8 +205,14 @@ def as_document(
         "boundary_tokens": grid,
         "full_match": full,
         "candidates": [
-            {**msgspec.to_builtins(candidate), "common_tokens": common}
-            for candidate, common in zip(explanation.candidates, explanation.common, strict=True)
+            {
+                **msgspec.to_builtins(candidate),
+                "common_tokens": common,
+                "looked_up": place < explanation.looked_up,
+            }
+            for place, (candidate, common) in enumerate(
+                zip(explanation.candidates, explanation.common, strict=True)
+            )
         ],
         "strangers": explanation.strangers,
         "closest_mismatch": None,

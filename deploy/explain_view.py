@@ -68,8 +68,9 @@ def print_lookup(document: Mapping[str, Any]) -> None:
 
 def print_candidates(candidates: list[dict[str, Any]]) -> None:
     """A table of candidates with their tags and the one reason."""
-    from rich.console import Console
     from rich.table import Table
+
+    from backhaul.deploy.console import Console
 
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for name in ("tokens", "ends", *_TAGS, "why not", "age"):
@@ -83,7 +84,7 @@ def print_candidates(candidates: list[dict[str, Any]]) -> None:
             str(one.get("reason") or one.get("passed_over") or "") + field,
             format_age(float(one.get("age_s", 0.0))),
         )
-    Console(highlight=False, width=None if sys.stdout.isatty() else 160).print(table)
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
 
 
 def print_difference(difference: Mapping[str, Any] | None, length: int) -> None:

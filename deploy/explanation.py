@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
-from backhaul.protocols.checkpoint import DomainId, PassedOver, Reason
+from backhaul.protocols.candidates import Limits, deepest_usable, tag_candidates
+from backhaul.protocols.checkpoint import CheckpointMatch, DomainId, PassedOver, Reason
 from backhaul.protocols.record import Candidate
 from backhaul.transfer.base import CheckpointInfo, Visibility
 
@@ -15,6 +16,8 @@ CONTEXT_TOKENS = 12
 """Shown on either side of the first difference."""
 PARTLY_MAX = 8
 """Candidates that share only a beginning: a system prompt is shared by every conversation."""
+
+_VISIBILITY = {Reason.EVICTED: Visibility.EVICTED, Reason.UNCOMMITTED: Visibility.PENDING}
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -24,8 +27,10 @@ class Explanation:
     """What a store holds along a prompt.
 
     Attributes:
-        candidates: checkpoints at the prompt's own boundaries, deepest first, with their tags, then
-            ones that share only a beginning with it, the longest first.
+        candidates: what a request's lookup answers, deepest first, with its tags; then what only a
+            listing shows: checkpoints at the prompt's own boundaries, and ones that share a
+            beginning with it, the longest first.
+        looked_up: how many of them a lookup answers.
         common: tokens shared with the prompt, per candidate.
         closest: the visible checkpoint that shares most and yet does not match; None also where it
             shares less than what matches, since that is not where this prompt departs.
@@ -34,32 +39,83 @@ class Explanation:
 
     candidates: tuple[Candidate, ...]
     common: tuple[int, ...]
+    looked_up: int
     closest: CheckpointInfo | None
     strangers: int
 
 
 def explain(
     infos: Sequence[CheckpointInfo],
+    matches: Sequence[CheckpointMatch],
     domain: DomainId,
     prompt_tokens: int,
     differing: Mapping[DomainId, str] = MappingProxyType({}),
 ) -> Explanation:
-    """Tags of every checkpoint that has something in common with a prompt. ``infos`` carry
-    ``common_tokens``; the engine's own prefix cache is not known here, so it counts as empty."""
-    matching = [info for info in infos if _matches(info)]
-    partly = [info for info in infos if info.common_tokens and not _matches(info)]
+    """Tags of every checkpoint that has something in common with a prompt.
+
+    ``matches`` are a lookup's, so that tags and reasons are those of a request, but for the
+    engine's own prefix cache, which is not known here and counts as empty. ``infos``, of a listing,
+    carry ``common_tokens`` and add what a lookup does not answer.
+    """
+    limits = Limits(local_tokens=0, limit_tokens=prompt_tokens - 1)
+    selected = deepest_usable(
+        (match.boundary for match in matches if match.consumable),
+        local_tokens=0,
+        limit_tokens=limits.limit_tokens,
+        denied=(),
+    )
+    answered = tag_candidates(matches, selected, limits)
+    left = list(infos)
+    common = [_take_common(match, left, domain, selected) for match in matches]
+    matching = [info for info in left if _matches(info)]
+    partly = [info for info in left if info.common_tokens and not _matches(info)]
     matching.sort(key=lambda one: one.boundary, reverse=True)
     partly.sort(key=lambda one: one.common_tokens, reverse=True)
     mine = matching + partly[:PARTLY_MAX]
     visible = [i for i in infos if i.visibility is Visibility.VISIBLE and i.domain == domain]
     deepest = max((info.boundary for info in visible if _matches(info)), default=0)
     diverged = [i for i in visible if not _matches(i) and i.common_tokens >= deepest]
+    listed = (
+        _candidate(
+            info,
+            domain,
+            differing.get(info.domain),
+            selected=False,
+            over=_passed_over(info.boundary, selected, prompt_tokens),
+        )
+        for info in mine
+    )
     return Explanation(
-        candidates=tag(mine, domain, prompt_tokens, differing),
-        common=tuple(info.common_tokens for info in mine),
+        candidates=(*answered, *listed),
+        common=(*common, *(info.common_tokens for info in mine)),
+        looked_up=len(answered),
         closest=max(diverged, key=lambda one: one.common_tokens, default=None),
         strangers=sum(not info.common_tokens for info in infos),
     )
+
+
+def _take_common(
+    match: CheckpointMatch, left: list[CheckpointInfo], domain: DomainId, selected: int
+) -> int:
+    """Tokens that a match shares with the prompt. Its row of the listing, where there is one, is
+    taken out of ``left``; a lookup names no hash of what goes on by other tokens, but it is one of
+    those that share at least what is selected."""
+    other = match.reason is Reason.HASH_MISMATCH
+    visibility = _VISIBILITY.get(match.reason or Reason.INTERNAL, Visibility.VISIBLE)
+    rows = [
+        info
+        for info in left
+        if info.boundary == match.boundary
+        and info.domain == (match.domain or domain)
+        and _matches(info) != other
+        and info.visibility is visibility
+        and info.common_tokens >= (selected if other else 0)
+    ]
+    if not rows:
+        return selected if other else match.boundary
+    newest = min(rows, key=lambda info: info.age_s)
+    left.remove(newest)
+    return newest.common_tokens
 
 
 def tag(

@@ -8,10 +8,10 @@ from typing import Annotated
 
 import msgspec
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from backhaul.deploy.arguments import each, file_or_folder
+from backhaul.deploy.console import Console
 from backhaul.render import lint
 
 _HEADINGS = (
@@ -54,7 +54,7 @@ def lint_template(
             msgspec.json.format(msgspec.json.encode(reports), indent=2).decode() + "\n"
         )
     else:
-        console = Console(highlight=False)
+        console = Console()
         for report in reports:
             _show(console, report)
     if not all(report.found for report in reports):

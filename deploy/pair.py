@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -228,6 +229,10 @@ class Pair:
             self.decode.close()
         finally:
             self._cluster.__exit__(*error)
+
+    def naming_failures(self) -> AbstractContextManager[None]:
+        """See :meth:`.processes.Cluster.naming_failures`."""
+        return self._cluster.naming_failures()
 
     def run(
         self,

@@ -14,8 +14,8 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Self
@@ -25,6 +25,8 @@ import psutil
 
 LOG_LINES_IN_ERROR = 15
 POLL_INTERVAL_S = 0.25
+ENDING_S = 5.0
+"""From a broken connection to the end of the process behind it, at most."""
 
 Progress = Callable[[str, float, bool], None]
 """Called with a service's name, the seconds since it started, and whether it is healthy."""
@@ -186,7 +188,8 @@ def _session_members(session: int) -> Iterable[psutil.Process]:
 
 
 def stop_all(services: Sequence[Service], grace_s: float = 10.0) -> None:
-    """Stop several services at once; an interruption while waiting kills them right away."""
+    """Stop several services at once; an interruption while waiting kills them right away, and one
+    while they are killed comes after that."""
     try:
         if grace_s > 0:
             for service in services:
@@ -195,13 +198,17 @@ def stop_all(services: Sequence[Service], grace_s: float = 10.0) -> None:
         while time.monotonic() < deadline and any(_running(s) for s in services):
             time.sleep(0.05)
     finally:
-        for service in services:
-            while left := _running(service):
-                for process in left:
-                    with suppress(psutil.NoSuchProcess):
-                        process.kill()
-                psutil.wait_procs(left, timeout=1.0)
-            service.reap()
+        held = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+        try:
+            for service in services:
+                while left := _running(service):
+                    for process in left:
+                        with suppress(psutil.NoSuchProcess):
+                            process.kill()
+                    psutil.wait_procs(left, timeout=1.0)
+                service.reap()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, held)
 
 
 def _running(service: Service) -> list[psutil.Process]:
@@ -270,6 +277,25 @@ class Cluster:
             for service in self.services:
                 service.check_running()
             time.sleep(POLL_INTERVAL_S)
+
+    @contextmanager
+    def naming_failures(self) -> Iterator[None]:
+        """A request to a service that fails in the block is a :class:`ServiceError`: of the service
+        that has ended, if one has, else of the request."""
+        try:
+            yield
+        except (httpx.HTTPError, TimeoutError) as error:
+            # What broke a connection may take a moment to end the whole process.
+            deadline = time.monotonic() + ENDING_S
+            while time.monotonic() < deadline:
+                for service in self.services:
+                    if service.pid is not None:
+                        service.check_running()
+                time.sleep(POLL_INTERVAL_S)
+            raise ServiceError(
+                f"a request failed: {error or type(error).__name__}; logs are in "
+                f"{self.services[0].log_path.parent}"
+            ) from error
 
     def _stop(self) -> None:
         try:

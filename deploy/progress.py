@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 LINE_EVERY_S = 15.0
 
@@ -38,6 +39,6 @@ class StartProgress:
         """One row per service."""
         table = Table(box=None, show_header=False)
         for name, (age_s, healthy) in self._state.items():
-            state = "[green]ready[/]" if healthy else "starting"
+            state = Text("ready", "green") if healthy else "starting"
             table.add_row(name, state, f"{age_s:.0f} s")
         return table

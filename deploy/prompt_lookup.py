@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +13,14 @@ from backhaul.protocols.errors import ConfigError
 
 if TYPE_CHECKING:
     from backhaul.deploy.prompts import PromptReader
-    from backhaul.protocols.checkpoint import CheckpointKind, DomainId
+    from backhaul.protocols.checkpoint import CheckpointKind, CheckpointMatch, DomainId
     from backhaul.transfer.backends.inspector import StoreInspector
     from backhaul.transfer.base import CheckpointInfo, DomainInfo, Visibility
 
+_BOUNDARIES_MAX = 1 << 17
+"""More than any prompt has; a log may say anything."""
+_BUFFER_BYTES = 1 << 62
+"""The engine's ``convert_buffer_bytes`` is not known here: large enough, then."""
 LIMIT = 1_000
 """Checkpoints asked for, those that share most first."""
 
@@ -103,23 +108,21 @@ def differing_fields(domains: list[DomainInfo], target: DomainInfo) -> dict[Doma
 
 def look_up(
     inspector: StoreInspector,
-    subject: Subject,
-    target: DomainInfo,
+    hashes: Sequence[bytes],
     *,
-    cache_salt: str = "",
     visibilities: frozenset[Visibility],
     kinds: frozenset[CheckpointKind] = frozenset(),
     domain_prefix: str = "",
     age_min_s: float = 0.0,
     age_max_s: float = float("inf"),
 ) -> tuple[CheckpointInfo, ...]:
-    """At most ``LIMIT`` checkpoints with the tokens that each shares with the prompt, the longest
-    first. Raises ``ConfigError`` where the prompt cannot be hashed as in that domain."""
+    """At most ``LIMIT`` checkpoints with the tokens that each shares with a prompt, the longest
+    first. ``hashes``: the prompt's, see ``prompt_hashes``."""
     from backhaul.transfer.listing import ListQuery
 
     query = ListQuery(
         # A prompt below one block has no hash; any other makes it a listing along a prompt.
-        prefix_hashes=_hashes(subject, target, cache_salt) or (b"none",),
+        prefix_hashes=tuple(hashes) or (b"none",),
         visibilities=visibilities,
         kinds=kinds,
         domain_prefix=domain_prefix,
@@ -130,9 +133,28 @@ def look_up(
     return inspector.page(query).checkpoints
 
 
-def _hashes(subject: Subject, target: DomainInfo, cache_salt: str) -> tuple[bytes, ...]:
-    """A request's own hashes, which its engine computed, adapters, images and salt included; else
-    those that vLLM computes of the tokens here."""
+def ask(
+    inspector: StoreInspector, hashes: Sequence[bytes], target: DomainInfo, prompt_tokens: int
+) -> tuple[CheckpointMatch, ...]:
+    """The matches that a request of this prompt would be answered now by a worker of ``target``,
+    deepest first, those that its engine could convert included."""
+    from backhaul.transfer.foreign import ConvertibleDomains
+
+    layout = target.record.layout
+    step = layout.boundary_tokens // layout.hash_tokens
+    count = max(prompt_tokens - 1, 0) // layout.boundary_tokens  # one token is always computed
+    # A log of an engine with longer blocks has no hash at every boundary, nor up to the last one.
+    ends = range(step - 1, min(count * step, len(hashes)), step)[:_BOUNDARIES_MAX]
+    wanted = [hashes[end] for end in ends]
+    found = inspector.lookup(target.id, wanted)
+    convertible = ConvertibleDomains(inspector, target.record, _BUFFER_BYTES)
+    return convertible.extend(found, wanted, lease_s=0.0, timeout_s=math.inf)[0].matches
+
+
+def prompt_hashes(subject: Subject, target: DomainInfo, cache_salt: str = "") -> tuple[bytes, ...]:
+    """Block hashes in units of the domain's ``hash_tokens``: a request's own, which its engine
+    computed, adapters, images and salt included; else those that vLLM computes of the tokens here.
+    Raises ``ConfigError`` where the prompt cannot be hashed as in that domain."""
     from backhaul.deploy.prompts import hash_prompt
 
     record = target.record

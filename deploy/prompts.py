@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from backhaul.deploy.arguments import file_to_read, read_bounded
+from backhaul.deploy.requirements import ENGINE, need
 from backhaul.protocols.errors import ConfigError
 
 PROMPT_BYTES_MAX = 64 << 20
@@ -97,6 +98,7 @@ def hash_prompt(
     tokens: Sequence[int], algorithm: str, hash_tokens: int, cache_salt: str = ""
 ) -> Hashes:
     """Prefix hashes as vLLM computes them, in a process that has it. Raises ``ConfigError``."""
+    need("hashing a prompt as vLLM does", *ENGINE)
     request = {
         "tokens": list(tokens),
         "algorithm": algorithm,

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from backhaul.deploy.arguments import each, file_to_read, folder_to_write
+from backhaul.deploy.arguments import each, file_or_folder, folder_to_write, writing
 
 
 def report(
@@ -15,8 +15,9 @@ def report(
         list[Path],
         typer.Argument(
             metavar="RESULTS...",
-            help="JSON lines of `backhaul simulate`.",
-            callback=each(file_to_read),
+            help="JSON lines of `backhaul simulate --output` or of `backhaul bench`; of a folder, "
+            "its results.jsonl.",
+            callback=each(file_or_folder),
         ),
     ],
     output: Annotated[
@@ -36,9 +37,12 @@ def report(
     """
     from itertools import chain
 
-    from backhaul.benchmarks.reuse.record import read_results
+    from backhaul.benchmarks.reuse.record import RESULTS, read_results
     from backhaul.benchmarks.reuse.report import build_report, write_report
 
-    built = build_report(chain.from_iterable(read_results(path) for path in results))
-    for path in write_report(built, output):
+    files = [path / RESULTS if path.is_dir() else path for path in results]
+    built = build_report(chain.from_iterable(map(read_results, files)))
+    with writing("--output", output):
+        written = write_report(built, output)
+    for path in written:
         print(f"wrote {path}")

@@ -3,17 +3,56 @@ closest to a prompt. Lines that are cut short or of another make are passed over
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from backhaul.deploy.arguments import shown
 from backhaul.protocols.errors import ConfigError
 
 LINE_BYTES_MAX = 256 << 20
 """More than a prompt of millions of token ids takes."""
+TOKENS_MAX = 1 << 24
+"""Longer prompts are none that were served."""
+SECONDS_MAX = 1e12
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=TOKENS_MAX)]
+_TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+_Name = Annotated[str, msgspec.Meta(min_length=1)]
+
+
+class _Candidate(msgspec.Struct, kw_only=True):
+    """What is shown of ``protocols.record.Candidate``, with any words: a newer engine may have
+    others."""
+
+    boundary: _Count = 0
+    kinds: tuple[str, ...] = ()
+    reason: str | None = None
+    passed_over: str | None = None
+    field: str = ""
+    age_s: Annotated[float, msgspec.Meta(ge=0, le=SECONDS_MAX)] = 0.0
+
+
+class _Line(msgspec.Struct, kw_only=True):
+    """What is read of ``protocols.record.LoggedRequest``; what an older log lacks has a default."""
+
+    request_id: _Name
+    engine: str = ""
+    domain: str = ""
+    reason: str | None = None
+    prompt_tokens: _Count = 0
+    local_tokens: _Count = 0
+    loaded_tokens: _Count = 0
+    other_tokens: _Count = 0
+    recomputed_tokens: _Count = 0
+    grid_tokens: _Count = 0
+    boundary_hashes: tuple[str, ...] = ()
+    token_ids: tuple[_TokenId, ...] = ()
+    candidates: tuple[_Candidate, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +61,7 @@ class RequestLine:
     is empty here.
 
     Attributes:
-        raw: the whole line, as data.
+        raw: the whole line, as data; what ``_Line`` names has the type that it says.
         tokens: prompt and output.
     """
 
@@ -63,40 +102,48 @@ class RequestLine:
         return self.boundary_hashes[index : index + 1] == (block_hash,)
 
 
-def read_lines(paths: Sequence[str], containing: str = "") -> Iterator[RequestLine]:
-    """Every request of these logs whose line contains a text. Raises ``ConfigError`` where a file
-    cannot be read."""
+def read_lines(
+    paths: Sequence[str], containing: str = "", malformed: list[str] | None = None
+) -> Iterator[RequestLine]:
+    """Every request of these logs whose line contains a text. ``malformed`` gets a message for
+    every such line that is no request. Raises ``ConfigError`` where a file cannot be read."""
     needle = containing.encode()
     for path in paths:
         try:
             with Path(path).open("rb") as file:
-                while line := file.readline(LINE_BYTES_MAX):
-                    if needle in line and (one := parse_line(line)) is not None:
-                        yield one
+                for number in count(1):
+                    line = file.readline(LINE_BYTES_MAX)
+                    if not line:
+                        break
+                    if needle not in line:
+                        continue
+                    try:
+                        yield parse_line(line)
+                    except ValueError as error:
+                        if malformed is not None:
+                            malformed.append(f"{path}:{number}: {error}")
         except OSError as error:
             raise ConfigError(f"request log {shown(path)} cannot be read: {error}") from None
 
 
-def parse_line(line: bytes) -> RequestLine | None:
-    """A line as a request; None where it is none, or still being written."""
+def parse_line(line: bytes) -> RequestLine:
+    """A line as a request. Raises ``ValueError``, saying why it is none; it may be one that is
+    still being written."""
     try:
-        raw = json.loads(line)
-        if not isinstance(raw, dict) or not raw.get("request_id"):
-            return None
-        return RequestLine(
-            raw=raw,
-            request_id=str(raw["request_id"]),
-            engine=str(raw.get("engine", "")),
-            domain=str(raw.get("domain", "")),
-            prompt_tokens=int(raw.get("prompt_tokens", 0)),
-            grid_tokens=int(raw.get("grid_tokens", 0)),
-            boundary_hashes=tuple(
-                bytes.fromhex(one).hex() for one in raw.get("boundary_hashes", ())
-            ),
-            tokens=tuple(map(int, raw.get("token_ids", ()))),
-        )
-    except (ValueError, TypeError, RecursionError):
-        return None
+        raw = msgspec.json.decode(line)
+        told = msgspec.convert(raw, _Line)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ValueError(str(error)) from None
+    return RequestLine(
+        raw=raw,
+        request_id=told.request_id,
+        engine=told.engine,
+        domain=told.domain,
+        prompt_tokens=told.prompt_tokens,
+        grid_tokens=told.grid_tokens,
+        boundary_hashes=tuple(bytes.fromhex(one).hex() for one in told.boundary_hashes),
+        tokens=told.token_ids,
+    )
 
 
 def find_request(paths: Sequence[str], request_id: str) -> RequestLine:
@@ -104,14 +151,19 @@ def find_request(paths: Sequence[str], request_id: str) -> RequestLine:
     a client knows. Of several, the last one that looked for checkpoints: in a P/D pair both legs
     have the client's id. Raises ``ConfigError``."""
     found: RequestLine | None = None
-    for one in read_lines(paths, request_id):
+    malformed: list[str] = []
+    for one in read_lines(paths, request_id, malformed):
         if one.request_id != request_id and not one.request_id.startswith(f"{request_id}-"):
             continue
         if found is None or one.has_asked >= found.has_asked:
             found = one
     if found is None:
+        unread = ""
+        if malformed:
+            unread = f"; {len(malformed)} of its lines that hold it are malformed, {malformed[0]}"
         raise ConfigError(
             f"request {shown(request_id)} is not in {', '.join(paths)}: is it this engine's log?"
+            f"{unread}"
         )
     return found
 

@@ -8,10 +8,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 import typer
 
-from backhaul.deploy.arguments import each, file_or_folder, file_to_write, size_of_bytes
+from backhaul.benchmarks.reuse.deployment import Deployment
+from backhaul.benchmarks.reuse.record import NO_POLICY
+from backhaul.benchmarks.reuse.workloads import WORKLOADS, Sizes
+from backhaul.deploy.arguments import (
+    each,
+    file_or_folder,
+    file_to_write,
+    some_bytes,
+    store_budget,
+    writing,
+)
 from backhaul.protocols.errors import ConfigError
+from backhaul.protocols.policy import Policy
+from backhaul.transfer.daemon.settings import format_bytes
 from backhaul.transfer.strategies import Eviction
 
 if TYPE_CHECKING:
@@ -19,6 +32,7 @@ if TYPE_CHECKING:
     from backhaul.benchmarks.reuse.record import Arm
     from backhaul.benchmarks.reuse.trace import Turn
 
+_PIPE_WIDTH = 200  # a file has no edge
 LINE_EVERY_S = 10.0
 """Where standard error is no terminal: how often a long arm says how far it is."""
 
@@ -46,8 +60,8 @@ class LineProgress:
     def begin(self, arm: Arm) -> None:
         """The next arm begins."""
         self._number += 1
-        budget = f"{arm.budget} {arm.budget_bytes}" if arm.budget_bytes else str(arm.budget)
-        self._name = f"{arm.policy}, {budget}, {arm.eviction}, P_end {arm.prompt_end}"
+        size = f" {format_bytes(arm.budget_bytes)}" if arm.budget_bytes else ""
+        self._name = f"{arm.policy}, {arm.budget}{size}, {arm.eviction}, P_end {arm.prompt_end}"
         self._began = self._said = self._clock()
 
     def done(self, requests: int, total: int) -> None:
@@ -65,6 +79,12 @@ class LineProgress:
         self._say(f"arm {self._number} of {self._arms} ({self._name}): {text}")
 
 
+def _defaults(base: msgspec.Struct) -> str:
+    given = msgspec.structs.asdict(base)
+    # Apart, so that a narrow terminal breaks lines between them and cuts nothing.
+    return ", ".join(f"{name} {value:g}" for name, value in given.items() if name != "routing")
+
+
 def simulate(
     trace: Annotated[
         Path | None,
@@ -73,10 +93,14 @@ def simulate(
         ),
     ] = None,
     workload: Annotated[
-        str, typer.Option(metavar="NAME", help="Instead of a trace: a generated workload.")
+        str,
+        typer.Option(metavar="NAME", help=f"Instead of a trace: {', '.join(WORKLOADS)}."),
     ] = "",
     trace_format: Annotated[
-        str, typer.Option("--format", metavar="NAME", help="The trace's format.")
+        str,
+        typer.Option(
+            "--format", metavar="NAME", help="The trace's format; auto: told from its start."
+        ),
     ] = "auto",
     requests: Annotated[
         int, typer.Option(min=0, help="Use the first so many requests; 0: all.")
@@ -91,48 +115,64 @@ def simulate(
         ),
     ] = 0,
     policy: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="May be repeated; also `none`.")
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help=f"May be repeated. Of {NO_POLICY}, {', '.join(Policy)}. Default: none and both.",
+        ),
     ] = None,
     capacity: Annotated[
         list[str] | None,
         typer.Option(
             metavar="SIZE",
-            help="Of the store, may be repeated; 0: no limit.",
-            callback=each(size_of_bytes),
+            help="Of the store, e.g. 64GiB; may be repeated; 0: no limit. Default: 0.",
+            callback=each(store_budget),
         ),
     ] = None,
     admit_per_token: Annotated[
         list[str] | None,
         typer.Option(
             metavar="SIZE",
-            help="Admitted bytes per prompt token, may be repeated.",
-            callback=each(size_of_bytes),
+            help="Admitted bytes per prompt token, e.g. 2KiB; may be repeated. Default: no limit.",
+            callback=each(some_bytes),
         ),
     ] = None,
     eviction: Annotated[
-        list[Eviction] | None, typer.Option(help="Of the store; may be repeated.")
+        list[Eviction] | None,
+        typer.Option(help=f"Of the store; may be repeated. Default: {Eviction.LRU}."),
     ] = None,
     model: Annotated[
         str, typer.Option(metavar="NAME", help="Shape of the model.")
     ] = "qwen3.5-35b-a3b",
     routing: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="sticky (P_end present) or forget (absent)."),
+        typer.Option(
+            metavar="NAME",
+            help="sticky (P_end present) or forget (absent); may be repeated. Default: both.",
+        ),
     ] = None,
     cluster: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="A figure of the cluster; may be repeated."),
+        typer.Option(
+            metavar="NAME=VALUE",
+            help=f"A figure of the cluster; may be repeated. Defaults: {_defaults(Deployment())}.",
+        ),
     ] = None,
     size: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="A size of the workload; may be repeated."),
+        typer.Option(
+            metavar="NAME=VALUE",
+            help=f"A size of the workload; may be repeated. Defaults: {_defaults(Sizes())}.",
+        ),
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Of a workload, with other seeds.")] = 1,
     seed: Annotated[int, typer.Option(help="Of the workload.")] = 0,
     output: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Append results as JSON lines.", callback=each(file_to_write)
+            metavar="FILE",
+            help="Append results as JSON lines, e.g. to results.jsonl. Default: none are written.",
+            callback=each(file_to_write),
         ),
     ] = None,
 ) -> None:
@@ -147,7 +187,6 @@ def simulate(
 
     from contextlib import ExitStack
 
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
     from backhaul.benchmarks.reuse.arms import (
@@ -158,9 +197,10 @@ def simulate(
         run_arms,
         with_settings,
     )
-    from backhaul.benchmarks.reuse.deployment import Deployment, Routing
+    from backhaul.benchmarks.reuse.deployment import Routing
     from backhaul.benchmarks.reuse.model_shape import preset
     from backhaul.benchmarks.reuse.record import write_results
+    from backhaul.deploy.console import Console
 
     name = workload or (trace.stem if trace else "")
     shape = preset(model)
@@ -194,10 +234,12 @@ def simulate(
     finished: list[Finished] = []
     lines = None if console.is_terminal else LineProgress(len(arms), _say)
     with ExitStack() as stack:
+        if output:
+            stack.enter_context(writing("--output", output))
         file = stack.enter_context(output.open("ab")) if output else None
         progress = stack.enter_context(
             Progress(
-                TextColumn("{task.description}"),
+                TextColumn("{task.description}", markup=False),
                 BarColumn(),
                 MofNCompleteColumn(),
                 console=console,
@@ -229,8 +271,8 @@ def simulate(
                 lines.end()
             progress.remove_task(task)
             progress.advance(every)
-    Console(width=None if sys.stdout.isatty() else 140).print(
-        arms_table(finished, f"{name}, {len(workloads[0]):,} requests, {model}")
+    Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH).print(
+        arms_table(finished, f"{name}, requests: {len(workloads[0]):,}, {model}")
     )
 
 
@@ -246,7 +288,7 @@ def _turns(
     seed: int,
 ) -> list[Turn]:
     from backhaul.benchmarks.reuse.arms import with_settings
-    from backhaul.benchmarks.reuse.workloads import Sizes, workload
+    from backhaul.benchmarks.reuse.workloads import workload
     from backhaul.benchmarks.traces import open_trace
 
     if trace is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from backhaul.protocols.errors import ConfigError
 
 _UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_AGE_MAX_S = 10_000 * 366 * 86400.0
 _PART = re.compile(r"(\d{1,12}(?:\.\d{1,12})?)(ms|s|m|h|d)?", re.ASCII)
 
 
@@ -23,7 +25,10 @@ def parse_duration(text: str, option: str) -> float:
 
 
 def format_age(seconds: float) -> str:
-    """Two units at most: `0.4 s`, `12 s`, `3 m 20 s`, `2 h 5 m`, `3 d 4 h`."""
+    """Two units at most: `0.4 s`, `12 s`, `3 m 20 s`, `2 h 5 m`, `3 d 4 h`; `-` for what is no
+    time (not finite, or over ten thousand years)."""
+    if not seconds < _AGE_MAX_S or math.isinf(seconds):
+        return "-"
     if seconds < 9.95:
         return f"{max(seconds, 0.0):.1f} s"
     whole = round(seconds)

@@ -150,7 +150,7 @@ def _build(directory: Path, manifest: dict[str, object], shape: Shape, seed: int
         save_file(_weights(shape, seed), new / "model.safetensors", metadata={"format": "pt"})
         (new / "model.safetensors").chmod(0o644)
         write_tokenizer(new)
-        _write_json(new / "config.json", _config(shape))
+        _write_json(new / "config.json", config_of(shape))
         _write_json(new / "generation_config.json", _token_config() | {"do_sample": False})
         _write_json(new / MANIFEST, manifest)
         if directory.exists():
@@ -172,7 +172,8 @@ def _token_config() -> dict[str, object]:
     }
 
 
-def _config(shape: Shape) -> dict[str, object]:
+def config_of(shape: Shape) -> dict[str, object]:
+    """The model's ``config.json``."""
     return _token_config() | {
         "architectures": ["Qwen3NextForCausalLM"],
         "model_type": "qwen3_next",

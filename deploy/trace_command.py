@@ -76,11 +76,10 @@ def trace(
     """
     from dataclasses import asdict
 
-    from rich.console import Console
-
     from backhaul.benchmarks.traces import open_trace
     from backhaul.benchmarks.traces.native import encode_turn
     from backhaul.benchmarks.traces.summary import Summarizer
+    from backhaul.deploy.console import Console
     from backhaul.deploy.terminal import print_json
 
     rules = _rules(tokenizer, drop_reasoning=drop_reasoning, observations=observations)
@@ -99,9 +98,9 @@ def trace(
     console = Console()
     console.print(_table(path, turns.format, summary))
     if turns.skipped:
-        console.print(_skipped(turns.skipped), style="yellow", highlight=False)
+        console.print(_skipped(turns.skipped), style="yellow")
     if out is not None:
-        console.print(f"Wrote {out}", highlight=False, soft_wrap=True)
+        console.print(f"Wrote {out}", soft_wrap=True)
 
 
 def _rules(tokenizer: Path | None, *, drop_reasoning: bool, observations: int | None) -> TextRules:

@@ -11,10 +11,11 @@ from typing import Any
 
 import httpx
 
-from backhaul.deploy.engines import Engine, EngineSpec, StoreDaemon, pair_config
+from backhaul.deploy.engines import ANY_PORT, Engine, EngineSpec, StoreDaemon, pair_config
 from backhaul.deploy.processes import Service, free_port
 from backhaul.protocols.errors import ConfigError
 from backhaul.protocols.options import WorkerKind, parse_options
+from backhaul.transfer.daemon.settings import Address
 
 ENGINES_MAX = 64
 """More on one machine is a slip of the keyboard."""
@@ -35,6 +36,7 @@ class UpPlan:
         host: address that the proxy listens on.
         port: the proxy's port.
         first_engine_port: engines listen on this and the following ports; None: free ones.
+        store_listen, store_http: addresses of the store; port 0: a free one.
         capacity: size of the store.
         with_backhaul: False: NIXL's hand-over only, no store.
         connector_options: ``kv_connector_extra_config`` of every engine, without the store.
@@ -51,6 +53,8 @@ class UpPlan:
     host: str = "127.0.0.1"
     port: int = 8000
     first_engine_port: int | None = None
+    store_listen: Address = ANY_PORT
+    store_http: Address = ANY_PORT
     capacity: str = "512MiB"
     with_backhaul: bool = True
     connector_options: Mapping[str, Any] = field(default_factory=dict)
@@ -120,9 +124,7 @@ class ProxyService(Service):
     @property
     def url(self) -> str:
         """Base URL of the OpenAI API, without a trailing slash."""
-        # Who listens everywhere is reached from here on the loopback address.
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._host, self._host)
-        return f"http://[{host}]:{self._port}" if ":" in host else f"http://{host}:{self._port}"
+        return f"http://{Address(self._host, self._port).from_here}"
 
     @property
     def health_url(self) -> str:
@@ -136,9 +138,8 @@ class ProxyService(Service):
         return all(all(state[role].values()) for role in ("prefill", "decode"))
 
     def command(self) -> list[str]:
-        host = f"[{self._host}]" if ":" in self._host else self._host
         command = [sys.executable, "-m", "backhaul.deploy.cli", "proxy"]
-        command += ["--listen", f"{host}:{self._port}"]
+        command += ["--listen", str(Address(self._host, self._port))]
         for option, urls in self._workers.items():
             for url in urls:
                 command += [option, url]
@@ -173,7 +174,11 @@ class Services:
 
 def make_services(plan: UpPlan) -> Services:
     """Services of a plan, not started."""
-    store = StoreDaemon(plan.log_dir, capacity=plan.capacity) if plan.with_backhaul else None
+    store = None
+    if plan.with_backhaul:
+        store = StoreDaemon(
+            plan.log_dir, capacity=plan.capacity, listen=plan.store_listen, http=plan.store_http
+        )
     device = "cuda" if plan.gpus else "cpu"
     uri = store.uri if store else None
 

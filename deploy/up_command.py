@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,12 +27,16 @@ from backhaul.deploy.arguments import (
 )
 from backhaul.deploy.demo_command import default_cache_dir
 from backhaul.deploy.proxy_command import DEFAULT_LISTEN, check_further_arguments
+from backhaul.deploy.requirements import ENGINE, TINY_MODEL, need
 from backhaul.protocols.errors import ConfigError
+from backhaul.transfer.daemon.settings import Address, DaemonSettings, parse_address
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
+    from backhaul.deploy.console import Console
     from backhaul.deploy.up import UpPlan
+
+
+_STORE = DaemonSettings()
 
 
 def up(
@@ -78,6 +81,22 @@ def up(
         int | None,
         typer.Option(metavar="PORT", help="Engines take this and the next ports. Default: free."),
     ] = None,
+    store_listen: Annotated[
+        str,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Where the store's catalog listens; port 0: any free.",
+            callback=each(listen_address),
+        ),
+    ] = str(_STORE.listen),
+    store_http: Annotated[
+        str,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Where the store's status page and /metrics are; port 0: any free.",
+            callback=each(listen_address),
+        ),
+    ] = str(_STORE.http),
     capacity: Annotated[
         str,
         typer.Option(metavar="SIZE", help="Size of the store's pool.", callback=each(pool_size)),
@@ -114,7 +133,8 @@ def up(
         str | None,
         typer.Option(
             metavar="DIR",
-            help="Where logs go; default: a new directory.",
+            help="Where logs go, and stay; default: a new folder in /tmp, which is removed at the "
+            "end unless something failed.",
             callback=each(folder_to_write),
         ),
     ] = None,
@@ -130,12 +150,12 @@ def up(
 
     Exit code 1: a service failed; 2: wrong usage; 130: Ctrl-C; 143: SIGTERM.
     """
-    from rich.console import Console
-
+    need("`backhaul up`", *ENGINE, *(() if model else TINY_MODEL))
+    from backhaul.deploy.console import Console
+    from backhaul.deploy.logs import log_folder
     from backhaul.deploy.processes import ServiceError, free_port
     from backhaul.deploy.up import UpPlan
     from backhaul.transfer.daemon.ports import listen_on
-    from backhaul.transfer.daemon.settings import Address, parse_address
 
     address = parse_address(listen)
     if model is None and gpus:
@@ -145,7 +165,7 @@ def up(
     check_further_arguments(proxy_arg or ())
     plan = UpPlan(
         model=Path(model) if model else Path(),
-        log_dir=Path(log_dir) if log_dir else Path(tempfile.gettempdir()),
+        log_dir=Path(),
         prefill=prefill,
         decode=decode,
         cores=cores or (),
@@ -153,6 +173,8 @@ def up(
         host=address.host,
         port=address.port or free_port(),
         first_engine_port=first_engine_port,
+        store_listen=parse_address(store_listen),
+        store_http=parse_address(store_http),
         capacity=capacity,
         with_backhaul=backhaul,
         connector_options=dict(
@@ -161,12 +183,15 @@ def up(
         engine_args=engine_arg or (),
         proxy_args=proxy_arg or (),
     )
-    # The proxy starts last; a taken port is better known now.
+    # The proxy starts last; a taken port is better known now, in one line.
     listen_on(Address(plan.host, plan.port), "--listen").close()
-    if log_dir is None:
-        plan = dataclasses.replace(plan, log_dir=Path(tempfile.mkdtemp(prefix="backhaul-up-")))
+    if plan.with_backhaul:
+        listen_on(plan.store_listen, "--store-listen").close()
+        listen_on(plan.store_http, "--store-http").close()
     try:
-        run(Console(), plan, tiny=model is None, start_timeout_s=start_timeout)
+        with log_folder("backhaul-up-", Path(log_dir) if log_dir else None) as logs:
+            plan = dataclasses.replace(plan, log_dir=logs)
+            run(Console(), plan, tiny=model is None, start_timeout_s=start_timeout)
     except ServiceError as error:
         print(f"backhaul: error: {error}\nbackhaul: everything was stopped", file=sys.stderr)
         raise typer.Exit(1) from None
@@ -194,7 +219,7 @@ def run(console: Console, plan: UpPlan, *, tiny: bool, start_timeout_s: float) -
     services = make_services(plan)
     progress = StartProgress()
     cluster = Cluster(services.all, timeout_s=start_timeout_s, on_progress=progress.update)
-    console.print(f"Model [bold]{plan.model}[/], logs in {plan.log_dir}", soft_wrap=True)
+    console.print(f"Model {plan.model}, logs in {plan.log_dir}", soft_wrap=True)
     with contextlib.ExitStack() as stack:
         if console.is_terminal:
             with Live(progress.table(), console=console, refresh_per_second=4) as live:
@@ -204,7 +229,13 @@ def run(console: Console, plan: UpPlan, *, tiny: bool, start_timeout_s: float) -
             progress.on_line = console.print
             stack.enter_context(cluster)
         for line in _lines([(s.name, services.urls[s.name], s.log_path) for s in services.all]):
-            console.print(line, soft_wrap=True, highlight=False, markup=False)
+            console.print(line, soft_wrap=True)
+        if services.store is not None:
+            console.print(
+                f"Status page of the store: {services.store.http_url}/ (metrics: /metrics); "
+                f"backhaul doctor --store {services.store.uri}",
+                soft_wrap=True,
+            )
         console.print(
             f"Ready after {time.monotonic() - progress.started:.0f} s. "
             f"export OPENAI_BASE_URL={services.proxy.url}/v1; model {plan.model.name}; "

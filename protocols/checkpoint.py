@@ -165,6 +165,7 @@ class CheckpointMatch(msgspec.Struct, frozen=True, kw_only=True):
         field: with ``DOMAIN_MISMATCH``, path of the first field in which that domain differs (see
             ``comparison``). A store answers "" where its bytes can be converted: whether the
             worker does so is for the worker to say.
+        also_in: further domains that hold it and whose bytes can be converted.
 
     Raises ``ValueError`` where the tags contradict each other.
     """
@@ -180,6 +181,7 @@ class CheckpointMatch(msgspec.Struct, frozen=True, kw_only=True):
     field: str = ""
     domain: DomainId = DomainId("")
     hits: int = 0
+    also_in: tuple[DomainId, ...] = ()
 
     def __post_init__(self) -> None:
         check_tags(self.retained, self.hash_matched, self.consumable, False, self.reason)

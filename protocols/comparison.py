@@ -17,6 +17,7 @@ import msgspec
 
 from backhaul.protocols.domain import DomainRecord
 from backhaul.protocols.sharding import divides, page_bytes
+from backhaul.protocols.stages import stages_fit
 
 
 class Verdict(enum.StrEnum):
@@ -43,10 +44,10 @@ class Conversion(NamedTuple):
     fits: Callable[[DomainRecord, DomainRecord], bool] = lambda ours, theirs: True
 
 
-def pages_are_known(ours: DomainRecord, theirs: DomainRecord) -> bool:
-    """Whether it is known of every group of both how its pages are cut, to the byte; of several
-    pipeline stages the record describes the first one only."""
-    return ours.pipeline_parallel == 1 and all(
+def shares_are_known(ours: DomainRecord, theirs: DomainRecord) -> bool:
+    """Whether it is known of every group of both how its pages are cut over ranks, to the byte,
+    and which layers lie on which stage."""
+    return stages_fit(ours, theirs) and all(
         group.page
         and divides(group.page, record.tensor_parallel)
         and page_bytes(group.page, record.tensor_parallel) == group.page_bytes
@@ -67,7 +68,21 @@ CONVERSIONS: tuple[Conversion, ...] = (
                 "layout.groups.copies",
             }
         ),
-        pages_are_known,
+        shares_are_known,
+    ),
+    Conversion(
+        "pipeline_parallel",
+        "taking stages' layers together or apart",
+        frozenset(
+            {
+                "layout.ranks",
+                "layout.groups.layers",
+                "layout.groups.members",
+                "layout.groups.numbers",
+                "pipeline_layers",
+            }
+        ),
+        shares_are_known,
     ),
 )
 """Every field that may differ and still be convertible."""
@@ -109,11 +124,16 @@ FOLLOWS: Mapping[str, tuple[str, ...]] = {
     "layout.groups.window_tokens": ("model", "layout.groups"),
     "layout.groups.draft": ("draft_model", "speculative_tokens", "layout.groups"),
     "layout.groups.layers": (
-        "model", "draft_model", "speculative_tokens", "pipeline_parallel", "layout.groups",
+        "model", "draft_model", "speculative_tokens", "pipeline_parallel", "pipeline_layers",
+        "layout.groups",
     ),
     "layout.groups.members": (
-        "model", "draft_model", "speculative_tokens", "pipeline_parallel",
+        "model", "draft_model", "speculative_tokens", "pipeline_parallel", "pipeline_layers",
         "layout.groups.layers", "layout.groups",
+    ),
+    "layout.groups.numbers": (
+        "model", "draft_model", "speculative_tokens", "pipeline_parallel", "pipeline_layers",
+        "layout.groups.layers", "layout.groups.members", "layout.groups",
     ),
     "layout.hash_tokens": ("layout.groups.block_tokens", "layout.groups"),
     "scheduler_block_tokens": ("layout.groups.block_tokens", "layout.groups"),

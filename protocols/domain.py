@@ -14,9 +14,9 @@ import msgspec
 
 from backhaul.protocols.checkpoint import DomainId
 from backhaul.protocols.errors import StoreRejected, UnsupportedError
-from backhaul.protocols.layout import CacheLayout
+from backhaul.protocols.layout import CacheLayout, Name, Text, Tokens
 
-DOMAIN_VERSION = 3
+DOMAIN_VERSION = 4
 """Version of the record's meaning.
 
 1: first version.
@@ -24,9 +24,17 @@ DOMAIN_VERSION = 3
    groups name their layers, their page's interior, whether they belong to the draft and how many
    ranks hold them alike.
 3: layers per pipeline stage; groups say how their pages are cut over ranks.
+4: groups number their layers.
 """
 
-_Ranks = Annotated[int, msgspec.Meta(ge=1, le=4096)]
+RECORD_BYTES_MAX = 128 << 10
+"""Of a canonical record: ``GROUPS_MAX`` groups of a kilobyte each. A store answers with the records
+of all its domains at once."""
+
+_STAGES_MAX = 4096
+_DTYPES_MAX = 256
+_ERROR_CHARACTERS = 300
+_Ranks = Annotated[int, msgspec.Meta(ge=1, le=_STAGES_MAX)]
 
 
 class DomainRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -59,28 +67,28 @@ class DomainRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """
 
     version: int = DOMAIN_VERSION
-    model: str
-    weights: str
-    revision: str = ""
-    quantization: str = ""
-    compute_dtype: str = ""
-    draft_model: str = ""
+    model: Name
+    weights: Text
+    revision: Text = ""
+    quantization: Text = ""
+    compute_dtype: Name = ""
+    draft_model: Text = ""
     layout: CacheLayout
-    scheduler_block_tokens: int = 0
-    hash_function: str
-    hash_probe: str
-    kv_dtype: str
-    state_dtypes: tuple[str, ...] = ()
-    conv_layout: str = ""
-    kv_layout: str = ""
-    attention_backend: str = ""
-    platform: str
-    cpu_isa: str = ""
+    scheduler_block_tokens: Tokens = 0
+    hash_function: Name
+    hash_probe: Name
+    kv_dtype: Name
+    state_dtypes: Annotated[tuple[Name, ...], msgspec.Meta(max_length=_DTYPES_MAX)] = ()
+    conv_layout: Name = ""
+    kv_layout: Name = ""
+    attention_backend: Text = ""
+    platform: Name
+    cpu_isa: Text = ""
     tensor_parallel: _Ranks = 1
     pipeline_parallel: _Ranks = 1
-    pipeline_layers: str = ""
-    speculative_tokens: int = 0
-    vllm: str
+    pipeline_layers: Annotated[str, msgspec.Meta(max_length=8 * _STAGES_MAX)] = ""
+    speculative_tokens: Annotated[int, msgspec.Meta(ge=0, le=1 << 16)] = 0
+    vllm: Name
 
     def canonical(self) -> bytes:
         """The record as canonical JSON."""
@@ -93,11 +101,13 @@ class DomainRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class _Version(msgspec.Struct):
-    version: int
+    version: Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
 
 
 def parse_domain(record: bytes) -> DomainRecord:
-    """Read a canonical record. Raises ``StoreRejected`` where it is not one of this version."""
+    """Read a canonical record. Raises ``StoreRejected`` where it is not one of this version, or
+    has values that no engine has."""
+    _check_size(len(record))
     try:
         # First, and alone: a record of another version need not have this one's fields.
         version = msgspec.json.decode(record, type=_Version).version
@@ -106,8 +116,26 @@ def parse_domain(record: bytes) -> DomainRecord:
                 f"domain record of version {version}, this side speaks {DOMAIN_VERSION}: "
                 "run the same Backhaul on both sides"
             )
-        return msgspec.json.decode(record, type=DomainRecord)
+        parsed = msgspec.json.decode(record, type=DomainRecord)
+        canonical = parsed.canonical()
     except (msgspec.DecodeError, ValueError, TypeError, RecursionError) as error:
-        raise StoreRejected(f"malformed domain record: {error}") from None
+        raise StoreRejected(f"malformed domain record: {_one_line(error)}") from None
     except UnsupportedError as error:
-        raise StoreRejected(f"domain record with an impossible layout: {error}") from None
+        raise StoreRejected(
+            f"domain record with an impossible layout: {_one_line(error)}"
+        ) from None
+    _check_size(len(canonical))
+    return parsed
+
+
+def _check_size(nbytes: int) -> None:
+    if nbytes > RECORD_BYTES_MAX:
+        raise StoreRejected(
+            f"domain record of {nbytes} bytes: at most {RECORD_BYTES_MAX} are taken; "
+            "run the same Backhaul on both sides"
+        )
+
+
+def _one_line(error: Exception) -> str:
+    """Its text, which may quote the record."""
+    return " ".join(str(error).split())[:_ERROR_CHARACTERS]

@@ -17,11 +17,33 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Sequence
+from typing import Annotated
 
 import msgspec
 
 from backhaul.protocols.errors import UnsupportedError
 from backhaul.protocols.sharding import Page
+
+GROUPS_MAX = 128
+"""KV cache groups of an engine; vLLM makes a handful, of most models one to five."""
+RANKS_MAX = 1 << 16
+TOKENS_MAX = 1 << 32
+"""Tokens of a block, of a window, and between two boundaries: far above any context. A boundary's
+position, that many tokens times the blocks of the longest prefix, still fits 64 bits."""
+BYTES_MAX = 1 << 40
+"""Bytes of a page."""
+_LAYERS_MAX = 4096
+TEXT_MAX = 4096
+"""Characters of a description."""
+NAME_MAX = 256
+"""Characters of a name or digest."""
+
+Name = Annotated[str, msgspec.Meta(max_length=NAME_MAX)]
+Text = Annotated[str, msgspec.Meta(max_length=TEXT_MAX)]
+Tokens = Annotated[int, msgspec.Meta(ge=0, le=TOKENS_MAX)]
+"""What a record read from somebody else is held to; every store keeps and compares it."""
+_Ranks = Annotated[int, msgspec.Meta(ge=1, le=RANKS_MAX)]
+_Small = Annotated[int, msgspec.Meta(ge=0, le=1 << 16)]
 
 
 class GroupKind(enum.StrEnum):
@@ -46,22 +68,25 @@ class GroupLayout(msgspec.Struct, frozen=True, kw_only=True):
         draft: whether its layers belong to the model that drafts.
         layers: number of layers; an object holds one page of each.
         members: digest of the layers' names in their order, which is the order inside an object.
+        numbers: the layers' numbers in the model, in the same order; () where they have none. Of
+            several pipeline stages those of the first one.
         interior: what a page consists of (heads, sizes, state shapes), as people read it.
         copies: consecutive ranks that hold the same bytes; the first of them stores them for all.
         page: how a page is cut over tensor-parallel ranks, the same for any number of them; ()
             where that is not known.
     """
 
-    index: int
+    index: _Small
     kind: GroupKind
-    block_tokens: int
-    window_tokens: int = 0
-    page_bytes: int = 0
+    block_tokens: Tokens
+    window_tokens: Tokens = 0
+    page_bytes: Annotated[int, msgspec.Meta(ge=0, le=BYTES_MAX)] = 0
     draft: bool = False
-    layers: int = 0
-    members: str = ""
-    interior: str = ""
-    copies: int = 1
+    layers: _Small = 0
+    members: Name = ""
+    numbers: Annotated[tuple[_Small, ...], msgspec.Meta(max_length=_LAYERS_MAX)] = ()
+    interior: Text = ""
+    copies: _Ranks = 1
     page: Page = ()
 
     def owner(self, rank: int) -> int:
@@ -78,9 +103,9 @@ class CacheLayout(msgspec.Struct, frozen=True, kw_only=True):
         ranks: workers that each hold a shard of every object (tensor x pipeline parallel).
     """
 
-    groups: tuple[GroupLayout, ...]
-    hash_tokens: int
-    ranks: int = 1
+    groups: Annotated[tuple[GroupLayout, ...], msgspec.Meta(max_length=GROUPS_MAX)]
+    hash_tokens: Tokens
+    ranks: _Ranks = 1
 
     def __post_init__(self) -> None:
         if not self.groups:
@@ -89,6 +114,9 @@ class CacheLayout(msgspec.Struct, frozen=True, kw_only=True):
             raise UnsupportedError(
                 f"ranks={self.ranks}, hash_tokens={self.hash_tokens}: both must be at least 1"
             )
+        indices = [group.index for group in self.groups]
+        if indices != sorted(set(indices)):
+            raise UnsupportedError(f"groups {indices}: each index once, in ascending order")
         for group in self.groups:
             if group.copies < 1 or self.ranks % group.copies:
                 raise UnsupportedError(
@@ -106,6 +134,11 @@ class CacheLayout(msgspec.Struct, frozen=True, kw_only=True):
                     f"group {group.index} has blocks of {group.block_tokens} tokens, not a "
                     f"multiple of the {self.hash_tokens}-token hash unit"
                 )
+        if self.boundary_tokens > TOKENS_MAX:
+            raise UnsupportedError(
+                f"blocks of {sorted({group.block_tokens for group in self.groups})[:8]} tokens "
+                f"have no common boundary within {TOKENS_MAX} tokens: no checkpoint would exist"
+            )
 
     @property
     def boundary_tokens(self) -> int:

@@ -143,6 +143,8 @@ PART = Label("part", ("reused", "recomputed"))
 EXTENT = Label("extent", ("attention", "recurrent", "joint", "exact_hash"))
 FIELD = Label("field", ("backhaul", *HINT_FIELDS))
 DOMAIN = Label("domain", ())
+OUTCOME = Label("outcome", ())
+"""Named where prompts are rendered; docs/u_end.md explains them."""
 
 _TOKEN_BUCKETS = (0.0, *(float(1 << n) for n in range(7, 21)))
 """0, 128 ... 1 Mi tokens: a context's length."""
@@ -268,6 +270,12 @@ ENGINE: dict[str, Metric] = {
     "finish_to_consumable_seconds": _histogram(
         "Time from a request's end to its D_end being consumable.", _LOAD_BUCKETS_S
     ),
+    "materialise_seconds": _histogram(
+        "Time from a logical end to its checkpoint being consumable: of what a finished request "
+        "leaves from its end, of prompt ends from the scheduling of the step that reaches them.",
+        _LOAD_BUCKETS_S,
+        KIND,
+    ),
     "forced_chunk_ends": _counter(
         "Prefill chunks that a checkpoint ended earlier than vLLM would have; each costs at most "
         "one more step.",
@@ -305,6 +313,11 @@ def store_counters() -> dict[str, tuple[str, tuple[str, ...]]]:
         for values in known_label_values(metric)
     }
 
+
+API_SERVER: dict[str, Metric] = {
+    "u_end": _counter("Requests with messages, by U_end's outcome.", OUTCOME),
+}
+"""Of the process that renders, beside an engine's: without vLLM's labels of engine and model."""
 
 STORE: dict[str, Metric] = {
     # -- now --

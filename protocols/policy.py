@@ -16,7 +16,7 @@ EXTRA_MAX = 8
 HINT_FIELDS = (
     *("u_end", "user_turn", "publish", "load", "policy", "boundaries", "template", "client"),
     *("tool_continuation", "tools", "reasoning", "reasoning_kept", "suffix_start", "rewrites"),
-    *("return_prompt_token_ids", "ends"),
+    *("return_prompt_token_ids", "prompt_length", "prompt_tail", "ends"),
 )
 """What ``kv_transfer_params["backhaul"]`` of a request may say."""
 

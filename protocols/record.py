@@ -106,6 +106,23 @@ class InputEnd(msgspec.Struct, frozen=True, kw_only=True):
     boundary: int = 0
 
 
+class DecodeEndReason(enum.StrEnum):
+    """Why a request's D_end is not on its way to the store, or nobody can load it: the first that
+    holds."""
+
+    NO_PUBLICATION_PATH = "no_publication_path"
+    """Nobody who loads could reach it; withheld, or on its way all the same."""
+    NOT_WANTED = "not_wanted"
+    """The policy, the engine's role or the request's ``publish`` hint excludes it."""
+    FINISH_EXCLUDED = "finish_excluded"
+    """The reply did not end in a way that ``publish_on`` names: cut at its limit, aborted, ..."""
+    BELOW_GRID = "below_grid"
+    """No boundary lies in the reply."""
+    NOT_KEPT = "not_kept"
+    """A boundary lies there, and its state was lost or could not be sent;
+    ``publication_failures`` counts why."""
+
+
 class Chosen(msgspec.Struct, frozen=True, kw_only=True):
     """The ends that the request's policy chose to publish, and why."""
 
@@ -135,8 +152,8 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
             have gone on.
         chosen: what its policy chose.
         publishing_decode_end: whether this request's D_end is on its way to the store.
-        decode_end_reason: ``NO_PUBLICATION_PATH`` where its D_end was withheld because nobody who
-            loads could reach it, or is on its way all the same; else None.
+        decode_end_reason: why its D_end is not on its way, or nobody could load it; None where it
+            is on its way to somebody.
     """
 
     version: int = RECORD_VERSION
@@ -155,7 +172,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     input_end: InputEnd = InputEnd(outcome=InputEndOutcome.ABSENT)
     chosen: Chosen = Chosen()
     publishing_decode_end: bool = False
-    decode_end_reason: Reason | None = None
+    decode_end_reason: DecodeEndReason | None = None
 
 
 class LoggedRequest(RequestRecord, frozen=True, kw_only=True):

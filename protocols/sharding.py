@@ -24,6 +24,8 @@ Bytes = npt.NDArray[np.uint8]
 
 _Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
 """Records come from anybody, and are compared with everybody's."""
+_PIECES_MAX = 64
+"""Runs of rows in a page, and arrays in a row; a page has up to two, a row up to four."""
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -37,10 +39,10 @@ class Rows(msgspec.Struct, frozen=True):
     """``count`` rows of the same parts."""
 
     count: _Count
-    parts: tuple[Part, ...]
+    parts: Annotated[tuple[Part, ...], msgspec.Meta(max_length=_PIECES_MAX)]
 
 
-Page = tuple[Rows, ...]
+Page = Annotated[tuple[Rows, ...], msgspec.Meta(max_length=_PIECES_MAX)]
 
 
 class Run(NamedTuple):

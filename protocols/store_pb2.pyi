@@ -16,7 +16,7 @@ class HelloRequest(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., client_name: _Optional[str] = ...) -> None: ...
 
 class HelloReply(_message.Message):
-    __slots__ = ("instance_id", "agent_name", "agent_metadata", "pool_address", "capacity_bytes", "publication_ttl_s", "lease_ttl_max_s")
+    __slots__ = ("instance_id", "agent_name", "agent_metadata", "pool_address", "capacity_bytes", "publication_ttl_s", "lease_ttl_max_s", "http_address")
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     AGENT_NAME_FIELD_NUMBER: _ClassVar[int]
     AGENT_METADATA_FIELD_NUMBER: _ClassVar[int]
@@ -24,6 +24,7 @@ class HelloReply(_message.Message):
     CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
     PUBLICATION_TTL_S_FIELD_NUMBER: _ClassVar[int]
     LEASE_TTL_MAX_S_FIELD_NUMBER: _ClassVar[int]
+    HTTP_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     instance_id: str
     agent_name: str
     agent_metadata: bytes
@@ -31,39 +32,44 @@ class HelloReply(_message.Message):
     capacity_bytes: int
     publication_ttl_s: float
     lease_ttl_max_s: float
-    def __init__(self, instance_id: _Optional[str] = ..., agent_name: _Optional[str] = ..., agent_metadata: _Optional[bytes] = ..., pool_address: _Optional[int] = ..., capacity_bytes: _Optional[int] = ..., publication_ttl_s: _Optional[float] = ..., lease_ttl_max_s: _Optional[float] = ...) -> None: ...
+    http_address: str
+    def __init__(self, instance_id: _Optional[str] = ..., agent_name: _Optional[str] = ..., agent_metadata: _Optional[bytes] = ..., pool_address: _Optional[int] = ..., capacity_bytes: _Optional[int] = ..., publication_ttl_s: _Optional[float] = ..., lease_ttl_max_s: _Optional[float] = ..., http_address: _Optional[str] = ...) -> None: ...
 
 class OpenDomainRequest(_message.Message):
-    __slots__ = ("record", "member", "loads", "publishes", "decodes_only", "client_name")
+    __slots__ = ("record", "member", "loads", "publishes", "decodes_only", "converts", "client_name")
     RECORD_FIELD_NUMBER: _ClassVar[int]
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     LOADS_FIELD_NUMBER: _ClassVar[int]
     PUBLISHES_FIELD_NUMBER: _ClassVar[int]
     DECODES_ONLY_FIELD_NUMBER: _ClassVar[int]
+    CONVERTS_FIELD_NUMBER: _ClassVar[int]
     CLIENT_NAME_FIELD_NUMBER: _ClassVar[int]
     record: bytes
     member: str
     loads: bool
     publishes: bool
     decodes_only: bool
+    converts: bool
     client_name: str
-    def __init__(self, record: _Optional[bytes] = ..., member: _Optional[str] = ..., loads: _Optional[bool] = ..., publishes: _Optional[bool] = ..., decodes_only: _Optional[bool] = ..., client_name: _Optional[str] = ...) -> None: ...
+    def __init__(self, record: _Optional[bytes] = ..., member: _Optional[str] = ..., loads: _Optional[bool] = ..., publishes: _Optional[bool] = ..., decodes_only: _Optional[bool] = ..., converts: _Optional[bool] = ..., client_name: _Optional[str] = ...) -> None: ...
 
 class OtherDomain(_message.Message):
-    __slots__ = ("domain_id", "field", "ours", "theirs", "loaders", "publishers")
+    __slots__ = ("domain_id", "field", "ours", "theirs", "loaders", "publishers", "converters")
     DOMAIN_ID_FIELD_NUMBER: _ClassVar[int]
     FIELD_FIELD_NUMBER: _ClassVar[int]
     OURS_FIELD_NUMBER: _ClassVar[int]
     THEIRS_FIELD_NUMBER: _ClassVar[int]
     LOADERS_FIELD_NUMBER: _ClassVar[int]
     PUBLISHERS_FIELD_NUMBER: _ClassVar[int]
+    CONVERTERS_FIELD_NUMBER: _ClassVar[int]
     domain_id: str
     field: str
     ours: str
     theirs: str
     loaders: int
     publishers: int
-    def __init__(self, domain_id: _Optional[str] = ..., field: _Optional[str] = ..., ours: _Optional[str] = ..., theirs: _Optional[str] = ..., loaders: _Optional[int] = ..., publishers: _Optional[int] = ...) -> None: ...
+    converters: int
+    def __init__(self, domain_id: _Optional[str] = ..., field: _Optional[str] = ..., ours: _Optional[str] = ..., theirs: _Optional[str] = ..., loaders: _Optional[int] = ..., publishers: _Optional[int] = ..., converters: _Optional[int] = ...) -> None: ...
 
 class OpenDomainReply(_message.Message):
     __slots__ = ("domain_id", "loaders", "publishers", "elsewhere", "decode_loaders")
@@ -80,21 +86,25 @@ class OpenDomainReply(_message.Message):
     def __init__(self, domain_id: _Optional[str] = ..., loaders: _Optional[int] = ..., publishers: _Optional[int] = ..., elsewhere: _Optional[_Iterable[_Union[OtherDomain, _Mapping]]] = ..., decode_loaders: _Optional[int] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
-    __slots__ = ("domain_id", "boundary_hashes", "above_tokens", "lease_s", "wait_s")
+    __slots__ = ("domain_id", "boundary_hashes", "above_tokens", "lease_s", "wait_s", "peek", "follow_up")
     DOMAIN_ID_FIELD_NUMBER: _ClassVar[int]
     BOUNDARY_HASHES_FIELD_NUMBER: _ClassVar[int]
     ABOVE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
     WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    PEEK_FIELD_NUMBER: _ClassVar[int]
+    FOLLOW_UP_FIELD_NUMBER: _ClassVar[int]
     domain_id: str
     boundary_hashes: _containers.RepeatedScalarFieldContainer[bytes]
     above_tokens: int
     lease_s: float
     wait_s: float
-    def __init__(self, domain_id: _Optional[str] = ..., boundary_hashes: _Optional[_Iterable[bytes]] = ..., above_tokens: _Optional[int] = ..., lease_s: _Optional[float] = ..., wait_s: _Optional[float] = ...) -> None: ...
+    peek: bool
+    follow_up: bool
+    def __init__(self, domain_id: _Optional[str] = ..., boundary_hashes: _Optional[_Iterable[bytes]] = ..., above_tokens: _Optional[int] = ..., lease_s: _Optional[float] = ..., wait_s: _Optional[float] = ..., peek: _Optional[bool] = ..., follow_up: _Optional[bool] = ...) -> None: ...
 
 class Match(_message.Message):
-    __slots__ = ("boundary", "kinds", "consumable", "reason", "age_s", "producer", "field", "domain_id", "retained", "hash_matched", "hits")
+    __slots__ = ("boundary", "kinds", "consumable", "reason", "age_s", "producer", "field", "domain_id", "also_in", "retained", "hash_matched", "hits")
     BOUNDARY_FIELD_NUMBER: _ClassVar[int]
     KINDS_FIELD_NUMBER: _ClassVar[int]
     CONSUMABLE_FIELD_NUMBER: _ClassVar[int]
@@ -103,6 +113,7 @@ class Match(_message.Message):
     PRODUCER_FIELD_NUMBER: _ClassVar[int]
     FIELD_FIELD_NUMBER: _ClassVar[int]
     DOMAIN_ID_FIELD_NUMBER: _ClassVar[int]
+    ALSO_IN_FIELD_NUMBER: _ClassVar[int]
     RETAINED_FIELD_NUMBER: _ClassVar[int]
     HASH_MATCHED_FIELD_NUMBER: _ClassVar[int]
     HITS_FIELD_NUMBER: _ClassVar[int]
@@ -114,10 +125,11 @@ class Match(_message.Message):
     producer: str
     field: str
     domain_id: str
+    also_in: _containers.RepeatedScalarFieldContainer[str]
     retained: bool
     hash_matched: bool
     hits: int
-    def __init__(self, boundary: _Optional[int] = ..., kinds: _Optional[_Iterable[str]] = ..., consumable: _Optional[bool] = ..., reason: _Optional[str] = ..., age_s: _Optional[float] = ..., producer: _Optional[str] = ..., field: _Optional[str] = ..., domain_id: _Optional[str] = ..., retained: _Optional[bool] = ..., hash_matched: _Optional[bool] = ..., hits: _Optional[int] = ...) -> None: ...
+    def __init__(self, boundary: _Optional[int] = ..., kinds: _Optional[_Iterable[str]] = ..., consumable: _Optional[bool] = ..., reason: _Optional[str] = ..., age_s: _Optional[float] = ..., producer: _Optional[str] = ..., field: _Optional[str] = ..., domain_id: _Optional[str] = ..., also_in: _Optional[_Iterable[str]] = ..., retained: _Optional[bool] = ..., hash_matched: _Optional[bool] = ..., hits: _Optional[int] = ...) -> None: ...
 
 class LookupReply(_message.Message):
     __slots__ = ("matches", "lease_id", "waited_s", "attention_tokens", "recurrent_tokens")

@@ -18,6 +18,6 @@ def u_end_tokens(prompt: Sequence[int], suffix: Sequence[int]) -> UEnd:
     was cut), U_end is unknown.
     """
     start = len(prompt) - len(suffix)
-    if start < 1 or list(prompt[start:]) != list(suffix):
+    if start < 1 or [*prompt[start:]] != [*suffix]:
         return UEnd(None, Reason.TAIL_MISMATCH)
     return UEnd(start)

@@ -34,11 +34,6 @@ class Arena:
         self._free_by_size = SortedList([(self.capacity_bytes, 0)])  # (bytes, offset)
 
     @property
-    def free_bytes(self) -> int:
-        """All free bytes, however scattered."""
-        return self.capacity_bytes - self.used_bytes
-
-    @property
     def largest_free_bytes(self) -> int:
         """The longest free extent."""
         return int(self._free_by_size[-1][0]) if self._free_by_size else 0

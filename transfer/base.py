@@ -221,17 +221,20 @@ class DomainInfo(NamedTuple):
 
 class Member(NamedTuple):
     """An engine that uses a domain. ``name`` is unique; without any role it leaves.
-    ``decodes_only``: prompts reach it computed, so what it could load brings no conversation on."""
+    ``decodes_only``: prompts reach it computed, so what it could load brings no conversation on.
+    ``converts``: it can load what engines of a convertible domain published."""
 
     name: str
     loads: bool
     publishes: bool
     decodes_only: bool = False
+    converts: bool = False
 
 
 class Elsewhere(NamedTuple):
     """Engines of another domain, and the first field in which it differs, with both values; the
-    field is "" where bytes of either can be converted. ``loaders`` as in ``Peers``."""
+    field is "" where bytes of either can be converted. ``loaders`` as in ``Peers``, ``converters``
+    those of them that convert."""
 
     domain: DomainId
     field: str
@@ -239,6 +242,7 @@ class Elsewhere(NamedTuple):
     theirs: str
     loaders: int
     publishers: int
+    converters: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -366,12 +370,14 @@ class Store(abc.ABC):
         above_tokens: int = 0,
         lease_s: float = 0.0,
         wait_s: float = 0.0,
+        follow_up: bool = False,
         timeout_s: float,
     ) -> LookupResult:
         """Checkpoints of the prefix. Entry i of ``boundary_hashes`` ends at boundary (i + 1) * B.
 
         ``wait_s`` bounds how long the store may hold the answer back for an announced checkpoint
-        deeper than what is visible."""
+        deeper than what is visible. ``follow_up``: the same was asked of one's own domain, which
+        counted the lookup and had nothing consumable above ``above_tokens``."""
 
     @abc.abstractmethod
     def renew(self, lease: LeaseId, lease_s: float, *, timeout_s: float) -> None:

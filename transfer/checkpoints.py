@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
@@ -18,11 +17,10 @@ from backhaul.protocols.checkpoint import (
     Reason,
     primary_kind,
 )
-from backhaul.protocols.comparison import compare
-from backhaul.protocols.domain import DomainRecord
 from backhaul.protocols.layout import GroupKind
 from backhaul.protocols.metrics import PRIMARY_KIND
 from backhaul.transfer.base import CheckpointInfo, Visibility
+from backhaul.transfer.differences import DomainDifferences
 from backhaul.transfer.entries import (
     DIVERGED_MAX,
     TOMBSTONES_MAX,
@@ -31,9 +29,12 @@ from backhaul.transfer.entries import (
     Entry,
     Tombstone,
 )
+from backhaul.transfer.eviction_queue import EvictionQueue
 from backhaul.transfer.objects import ObjectTable
 from backhaul.transfer.recent import RecentEvents
 
+_ALSO_IN_MAX = 7
+"""Named beside a foreign checkpoint's first domain."""
 _CHILDREN_MAX = 64
 """Looked at per lookup: a system prompt's checkpoint is extended by every conversation."""
 
@@ -41,14 +42,23 @@ _CHILDREN_MAX = 64
 class CheckpointTable:
     """Not thread-safe. Knows nothing of publications and leases; its caller counts those."""
 
-    def __init__(self, objects: ObjectTable, counters: Counter[str]) -> None:
+    def __init__(
+        self,
+        objects: ObjectTable,
+        counters: Counter[str],
+        queue: EvictionQueue,
+        differences: DomainDifferences,
+    ) -> None:
+        """``queue``: empty; it is told of every visible checkpoint."""
         self.visible: dict[Checkpoint, None] = {}  # in the order in which they became visible
         self.pending: dict[Checkpoint, None] = {}
         self.domains_of: dict[bytes, set[Domain]] = {}  # where a boundary's hash is visible
         self.tombstones: OrderedDict[tuple[DomainId, bytes], Tombstone] = OrderedDict()
         self.recent = RecentEvents()
+        self.queue = queue
         self._objects = objects
         self._counters = counters
+        self._differences = differences
         self._serial = 0
         self.retained: Counter[str] = Counter(dict.fromkeys(PRIMARY_KIND.values, 0))
         self.state_bytes: Counter[str] = Counter(dict.fromkeys(PRIMARY_KIND.values, 0))
@@ -100,7 +110,8 @@ class CheckpointTable:
         for kind in checkpoint.kinds:
             self._count_end(kind, duplicate=kind != primary)
         self._file(checkpoint, 1)
-        adopt(touch_chain(checkpoint, manifest, now), checkpoint)
+        self.queue.add(checkpoint)
+        self._adopt(self._touch_chain(checkpoint, manifest, now), checkpoint)
 
     def merge(self, checkpoint: Checkpoint, manifest: CheckpointManifest, now: float) -> None:
         """A visible checkpoint was published again, perhaps for another logical end."""
@@ -111,7 +122,7 @@ class CheckpointTable:
         for kind in checkpoint.kinds[before:]:
             self._count_end(kind, duplicate=True)
         self._counters["checkpoints_merged"] += 1
-        touch_chain(checkpoint, manifest, now)
+        self._touch_chain(checkpoint, manifest, now)
 
     def discard(self, checkpoint: Checkpoint) -> None:
         """Forget a pending checkpoint that nobody works on any more."""
@@ -127,7 +138,8 @@ class CheckpointTable:
         del self.visible[checkpoint]
         del domain.checkpoints[block_hash]
         self._file(checkpoint, -1)
-        orphan(checkpoint)
+        self._orphan(checkpoint)
+        self.queue.remove(checkpoint)
         homes = self.domains_of[block_hash]
         homes.remove(domain)
         if not homes:
@@ -161,6 +173,19 @@ class CheckpointTable:
         if self.on_evicted is not None:
             self.on_evicted(kind, now - checkpoint.created_at)
 
+    def known(self, domain: Domain, boundary_hashes: Sequence[bytes]) -> list[tuple[int, bytes]]:
+        """Those of a prefix's (boundary, hash) pairs of which anything is known, deepest first."""
+        here, coming, elsewhere = domain.checkpoints, domain.announcements, self.domains_of
+        gone, name = self.tombstones, domain.id
+        return [
+            pair
+            for pair in deepest_first(domain, boundary_hashes)
+            if (block_hash := pair[1]) in here
+            or block_hash in elsewhere
+            or block_hash in coming
+            or (name, block_hash) in gone
+        ]
+
     def unusable(
         self, domain: Domain, boundary: int, block_hash: bytes, now: float
     ) -> CheckpointMatch | None:
@@ -170,15 +195,19 @@ class CheckpointTable:
         if known is not None and (known.visible or known.boundary != boundary):
             return None  # a hash of the caller's that belongs to another position
         homes = [
-            (differing_field(domain.record, home.record), home)
+            (self._differences.first(domain, home).field, home)
             for home in self.domains_of.get(block_hash, ())
             if home.checkpoints[block_hash].boundary == boundary
         ]
         if homes:
-            field, home = min(homes, key=lambda pair: bool(pair[0]))  # a convertible one first
+            homes.sort(key=lambda pair: (bool(pair[0]), pair[1].id))  # convertible ones first
+            field, home = homes[0]
             foreign = home.checkpoints[block_hash]
             match = _unusable(foreign, Reason.DOMAIN_MISMATCH, now - foreign.created_at)
-            return msgspec.structs.replace(match, field=field, domain=home.id)
+            others = [other.id for differing, other in homes[1:] if not differing]
+            return msgspec.structs.replace(
+                match, field=field, domain=home.id, also_in=tuple(others[:_ALSO_IN_MAX])
+            )
         if known is not None:
             return _unusable(known, Reason.UNCOMMITTED, now - known.created_at)
         announcement = domain.announcements.get(block_hash)
@@ -196,6 +225,51 @@ class CheckpointTable:
             return _unusable(tombstone, Reason.EVICTED, now - tombstone.evicted_at)
         return None
 
+    def touch(self, checkpoint: Checkpoint, now: float) -> None:
+        """Count a use."""
+        checkpoint.used_at = now
+        self.queue.changed(checkpoint)
+
+    def works_anew(self, domain: Domain) -> None:
+        """The domain's work is another one now."""
+        for checkpoint in domain.checkpoints.values():
+            self.queue.changed(checkpoint)
+
+    def _touch_chain(
+        self, checkpoint: Checkpoint, manifest: CheckpointManifest, now: float
+    ) -> Checkpoint | None:
+        """Count a use of the checkpoint and of those that it extends; answers the deepest of these
+        that is visible."""
+        parent = None
+        domain = checkpoint.domain
+        grid, unit = domain.boundary_tokens, domain.record.layout.hash_tokens
+        for boundary in range(grid, manifest.boundary + 1, grid):
+            met = domain.checkpoints.get(manifest.hashes[boundary // unit - 1])
+            if met is not None and met.boundary == boundary:
+                self.touch(met, now)
+                if met.visible and met is not checkpoint:
+                    parent = met
+        return parent
+
+    def _adopt(self, parent: Checkpoint | None, checkpoint: Checkpoint) -> None:
+        """Note that a visible checkpoint extends another one."""
+        checkpoint.parent = parent
+        self.queue.changed(checkpoint)
+        if parent is not None:
+            parent.children[checkpoint] = None
+            self.queue.changed(parent)
+
+    def _orphan(self, checkpoint: Checkpoint) -> None:
+        """A checkpoint goes: those that extend it extend its parent, too."""
+        parent = checkpoint.parent
+        if parent is not None:
+            del parent.children[checkpoint]
+            self.queue.changed(parent)
+        for child in checkpoint.children:
+            self._adopt(parent, child)
+        checkpoint.parent = None
+        checkpoint.children.clear()
+
     def _file(self, checkpoint: Checkpoint, sign: int) -> None:
         """Count a visible checkpoint in or out."""
         kind = primary_kind(checkpoint.kinds)
@@ -205,48 +279,6 @@ class CheckpointTable:
     def _count_end(self, kind: CheckpointKind, *, duplicate: bool) -> None:
         self._counters[f"logical_ends_{kind}"] += 1
         self._counters[f"duplicate_ends_{kind}"] += duplicate
-
-
-@functools.lru_cache(maxsize=4096)
-def differing_field(ours: DomainRecord, theirs: DomainRecord) -> str:
-    """Path of the first field that keeps ``theirs`` bytes from being used in ``ours``; "" where
-    they can be converted."""
-    return compare(ours, theirs).field
-
-
-def touch_chain(
-    checkpoint: Checkpoint, manifest: CheckpointManifest, now: float
-) -> Checkpoint | None:
-    """Count a use of the checkpoint and of those that it extends; answers the deepest of these
-    that is visible."""
-    parent = None
-    domain = checkpoint.domain
-    unit = domain.record.layout.hash_tokens
-    for boundary in range(domain.boundary_tokens, manifest.boundary + 1, domain.boundary_tokens):
-        met = domain.checkpoints.get(manifest.hashes[boundary // unit - 1])
-        if met is not None and met.boundary == boundary:
-            met.used_at = now
-            if met.visible and met is not checkpoint:
-                parent = met
-    return parent
-
-
-def adopt(parent: Checkpoint | None, checkpoint: Checkpoint) -> None:
-    """Note that a visible checkpoint extends another one."""
-    checkpoint.parent = parent
-    if parent is not None:
-        parent.children[checkpoint] = None
-
-
-def orphan(checkpoint: Checkpoint) -> None:
-    """A checkpoint goes: those that extend it extend its parent, too."""
-    parent = checkpoint.parent
-    if parent is not None:
-        del parent.children[checkpoint]
-    for child in checkpoint.children:
-        adopt(parent, child)
-    checkpoint.parent = None
-    checkpoint.children.clear()
 
 
 def with_diverged(
@@ -319,12 +351,11 @@ def describe(checkpoint: Checkpoint, now: float, common_tokens: int = 0) -> Chec
     )
 
 
-def deepest_first(domain: Domain, boundary_hashes: Sequence[bytes]) -> list[tuple[int, bytes]]:
+def deepest_first(domain: Domain, boundary_hashes: Sequence[bytes]) -> Iterator[tuple[int, bytes]]:
     """(boundary, hash) pairs of a prefix whose entry i ends at boundary (i + 1) * B."""
     grid = domain.boundary_tokens
-    pairs = [((index + 1) * grid, value) for index, value in enumerate(boundary_hashes)]
-    pairs.reverse()
-    return pairs
+    boundaries = range(len(boundary_hashes) * grid, 0, -grid)
+    return zip(boundaries, reversed(boundary_hashes), strict=True)
 
 
 def _unusable(known: Checkpoint | Tombstone, reason: Reason, age_s: float) -> CheckpointMatch:

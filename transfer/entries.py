@@ -43,6 +43,15 @@ CLIENTS_MAX = 64
 """Names remembered per domain; whoever opened it longest ago gives way."""
 HASH_BYTES_MAX = 64
 """SHA-512, the longest hash in use."""
+HASHES_MAX = 1 << 17
+"""Hashes of one prefix: two million tokens in blocks of 16. The daemon answers one call at a time,
+and goes through so many in a tenth of a second."""
+CHECKPOINT_OBJECTS_MAX = 1 << 17
+"""Objects of one rank's part of a checkpoint; for the same reason."""
+CALL_OBJECTS_MAX = 1 << 14
+"""Objects, leases or publications named in one call; clients send fewer at a time."""
+CALL_CHOICES_MAX = 16
+"""Values of a closed set named in one call, of which none has as many."""
 
 
 class NotKnown(StoreRejected):

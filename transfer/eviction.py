@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import itertools
-import operator
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Protocol
 
 from backhaul.protocols.checkpoint import CheckpointKind
 from backhaul.transfer.entries import Checkpoint, Entry
+from backhaul.transfer.eviction_queue import EvictionQueue, HeapQueue, Recency
 from backhaul.transfer.objects import ObjectTable
-
-_USED_AT = operator.attrgetter("used_at")
 
 
 class EvictionStrategy(Protocol):
-    """Exchangeable order of eviction. Pure: it reads the checkpoints and changes nothing."""
+    """Exchangeable order of eviction. ``order`` states the rule; what ``queue`` makes follows it
+    without sorting all there is."""
 
     def order(self, checkpoints: Sequence[Checkpoint], now: float) -> Iterable[Checkpoint]:
-        """All of ``checkpoints``, the first to go first. Few of them may be asked for."""
+        """All of ``checkpoints``, the first to go first. Pure: changes nothing."""
+        ...
+
+    def queue(self) -> EvictionQueue:
+        """An empty queue in this order, for one index."""
         ...
 
 
@@ -33,16 +35,18 @@ class LeastRecentlyUsed:
     with it. Otherwise shallow ones go before deep ones, which resume later.
     """
 
-    def order(self, checkpoints: Sequence[Checkpoint], now: float) -> Iterator[Checkpoint]:
+    def order(self, checkpoints: Sequence[Checkpoint], now: float) -> list[Checkpoint]:
         """See ``EvictionStrategy``."""
-        # Equal to sorting by `recency`, which costs many times as much per checkpoint; under
-        # pressure every reservation pays for all of them and evicts a few.
-        for _, tied in itertools.groupby(sorted(checkpoints, key=_USED_AT), _USED_AT):
-            yield from sorted(tied, key=recency)
+        return sorted(checkpoints, key=recency)
+
+    def queue(self) -> HeapQueue:
+        """See ``EvictionStrategy``."""
+        return HeapQueue(recency)
 
 
-def recency(checkpoint: Checkpoint) -> tuple[float, bool, bool, int, int]:
-    """The order of ``LeastRecentlyUsed``; the others break ties by it."""
+def recency(checkpoint: Checkpoint) -> Recency:
+    """The order of ``LeastRecentlyUsed``; the others break ties by it. It only grows: uses come
+    later, kinds and the users' turn are added."""
     kinds = checkpoint.kinds
     outlives_rewriting = len(kinds) > 1 or CheckpointKind.DECODE_END not in kinds
     return (
@@ -57,16 +61,16 @@ def recency(checkpoint: Checkpoint) -> tuple[float, bool, bool, int, int]:
 class Reclaimer:
     """Makes space for one batch of reservations, or leaves everything as it is.
 
-    Loose objects go first, then whole checkpoints in the strategy's order, those that free
-    nothing at their turn (all their objects are shared) put off. If not even evicting all of it
-    would make room for the whole batch, nothing is evicted.
+    Loose objects go first, then whole checkpoints in the strategy's order as it is after each
+    eviction, those that free nothing at their turn (all their objects are shared) put off. If not
+    even evicting all of it would make room for the whole batch, nothing is evicted.
     """
 
     def __init__(
         self,
         objects: ObjectTable,
         pinned: set[Entry],
-        candidates: Iterable[Checkpoint],
+        candidates: Generator[Checkpoint, None, None],
         evict: Callable[[Checkpoint], None],
         drop_loose: Callable[[Entry], None],
         sizes: Sequence[int],
@@ -76,12 +80,17 @@ class Reclaimer:
         object of the batch."""
         self._objects = objects
         self._pinned = pinned
-        self._waiting = iter(candidates)
+        self._candidates = candidates
+        self._waiting: Iterator[Checkpoint] = candidates
         self._put_off: deque[Checkpoint] = deque()
         self._progress = False
         self._evict = evict
         self._drop_loose = drop_loose
         self.feasible = self._feasible(sizes)
+
+    def close(self) -> None:
+        """The batch is over; ``candidates`` is closed."""
+        self._candidates.close()
 
     def make_room(self, nbytes: int) -> bool:
         """Evict until an object of ``nbytes`` fits; False where it cannot."""

@@ -14,8 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from backhaul.transfer.entries import Checkpoint
 from backhaul.transfer.eviction import recency
+from backhaul.transfer.eviction_columns import ColumnQueue, Columns, Flags, Floats, scaled
 
 _IDLE_MIN_S = 1e-3
 """Two uses within a scheduler pass are at the same time."""
@@ -34,6 +37,15 @@ class SavedWorkPerByte:
         worth = {one: efficiency(one) / max(now - one.used_at, _IDLE_MIN_S) for one in checkpoints}
         worth = with_user_turns(worth)
         return sorted(checkpoints, key=lambda one: (worth[one], recency(one)))
+
+    def queue(self) -> ColumnQueue:
+        """See ``EvictionStrategy``."""
+        return ColumnQueue(self.worth, efficiency, recency)
+
+    def worth(self, columns: Columns, now: float) -> tuple[Floats, Flags]:
+        """The same over columns."""
+        worth = columns.efficiency / np.maximum(now - columns.used_at, _IDLE_MIN_S)
+        return worth, np.zeros_like(columns.shared)
 
 
 class Marconi:
@@ -57,6 +69,15 @@ class Marconi:
         return sorted(
             checkpoints, key=lambda one: (len(one.children) > 1, worth[one], recency(one))
         )
+
+    def queue(self) -> ColumnQueue:
+        """See ``EvictionStrategy``."""
+        return ColumnQueue(self.worth, efficiency, recency)
+
+    def worth(self, columns: Columns, now: float) -> tuple[Floats, Flags]:
+        """The same over columns; what several others extend goes last."""
+        worth = scaled(columns.used_at) + self.alpha * scaled(columns.efficiency)
+        return worth, columns.shared
 
 
 def efficiency(checkpoint: Checkpoint) -> float:
@@ -84,9 +105,10 @@ def with_user_turns(worth: dict[Checkpoint, float]) -> dict[Checkpoint, float]:
         if one.user_turn:
             raised[one] = max(raised[one], above.get(one, 0.0))
         parent = one.parent
-        while parent is not None and parent not in worth:  # leased: it is no candidate
+        # What is leased is no candidate, but a users' turn stands before its loop all the same.
+        while parent is not None and parent not in worth and not parent.user_turn:
             parent = parent.parent
-        if parent is not None and not one.user_turn:
+        if parent in worth and not one.user_turn:
             best = max(raised[one], above.get(one, 0.0))
             above[parent] = max(above.get(parent, 0.0), best)
     return raised

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from backhaul.protocols.checkpoint import ObjectKey, Reason
-from backhaul.protocols.layout import GroupKind
+from backhaul.protocols.checkpoint import Reason
+from backhaul.protocols.layout import GroupKind, GroupLayout
 from backhaul.transfer.entries import Domain
 
 
@@ -29,9 +29,8 @@ def matched_extent(domain: Domain, boundary_hashes: Sequence[bytes], visible: in
     the object that ends on each boundary is looked at: the others of that block came with it.
     """
     grid = domain.boundary_tokens
-    kinds = domain.group_kinds
-    full = [group for group, kind in kinds.items() if kind is GroupKind.FULL]
-    states = [group for group, kind in kinds.items() if kind is GroupKind.RECURRENT]
+    full = _groups(domain, GroupKind.FULL)
+    states = _groups(domain, GroupKind.RECURRENT)
     start = visible // grid
     attention = start
     while full and attention < len(boundary_hashes):
@@ -56,8 +55,7 @@ def incomplete_ends(
     abandoned publication leaves behind may be either.
     """
     grid = domain.boundary_tokens
-    kinds = domain.group_kinds
-    states = [group for group, kind in kinds.items() if kind is GroupKind.RECURRENT]
+    states = _groups(domain, GroupKind.RECURRENT)
     found = []
     attention, recurrent = extent
     if (
@@ -66,16 +64,22 @@ def incomplete_ends(
         and not _complete(domain, states, boundary_hashes[attention // grid - 1])
     ):
         found.append((attention, Reason.STATE_MISSING))
-    has_full = GroupKind.FULL in kinds.values()
-    if has_full and recurrent > max(visible, attention):
+    if _groups(domain, GroupKind.FULL) and recurrent > max(visible, attention):
         found.append((recurrent, Reason.ATTENTION_MISSING))
     return found
 
 
-def _complete(domain: Domain, groups: Sequence[int], block_hash: bytes) -> bool:
+def _groups(domain: Domain, kind: GroupKind) -> list[GroupLayout]:
+    return [group for group in domain.record.layout.groups if group.kind is kind]
+
+
+def _complete(domain: Domain, groups: Sequence[GroupLayout], block_hash: bytes) -> bool:
+    """Whether every rank that stores a group's objects has committed this one."""
+    ranks = domain.record.layout.ranks
     for group in groups:
-        for rank in range(domain.record.layout.ranks):
-            entry = domain.objects.get(ObjectKey(rank, group, block_hash))
+        for rank in range(0, ranks, group.copies):
+            # Most are not there at all, and a plain tuple is an equal key that is made faster.
+            entry = domain.objects.get((rank, group.index, block_hash))  # type: ignore[call-overload]
             if entry is None or not entry.committed:
                 return False
     return True

@@ -57,6 +57,7 @@ from backhaul.transfer.checkpoints import (
     with_incomplete,
 )
 from backhaul.transfer.deadlines import Deadlines
+from backhaul.transfer.differences import DomainDifferences
 from backhaul.transfer.entries import (
     ANNOUNCEMENTS_MAX,
     DOMAINS_MAX,
@@ -81,6 +82,7 @@ from backhaul.transfer.index_input import (
     check_boundary,
     check_commit,
     check_hash,
+    check_hashes,
     check_name,
     check_wants,
     required_keys,
@@ -120,6 +122,15 @@ class LookupAnswer(NamedTuple):
     extent: Extent = Extent()
 
 
+class _Found(NamedTuple):
+    """What a prefix meets: ``usable`` may be leased, ``used`` are those and what they extend."""
+
+    matches: tuple[CheckpointMatch, ...]
+    usable: list[Checkpoint]
+    used: list[Checkpoint]
+    extent: Extent
+
+
 class BlockIndex:
     """See the module's docstring. Not thread-safe; every call returns at once."""
 
@@ -157,8 +168,11 @@ class BlockIndex:
         self.leases = LeaseTable(instance_id)
         self.announcements: dict[Announcement, None] = {}  # oldest first
         self.counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
-        self.members = MemberTable()
-        self.checkpoints = CheckpointTable(self.objects, self.counters)
+        differences = DomainDifferences()
+        self.members = MemberTable(differences)
+        self.checkpoints = CheckpointTable(
+            self.objects, self.counters, self.strategy.queue(), differences
+        )
         self.publications = PublicationTable(
             self.objects, self.checkpoints, self.counters, self.admission
         )
@@ -196,8 +210,7 @@ class BlockIndex:
         check_name("member", member.name)
         now = self._now
         self.members.join(domain_id, member, now)
-        records = {one.id: one.record for one in self.domains.values()}
-        return self.members.peers(domain_id, member.name, records, now)
+        return self.members.peers(domain_id, member.name, self.domains, now)
 
     # -- publications -------------------------------------------------------------------------
 
@@ -238,6 +251,8 @@ class BlockIndex:
                     reclaimer = self._reclaimer(list(sizes.values()), now)
                 reclaimer.make_room(nbytes)
             grants[index] = self.publications.grant_new(publication, key, nbytes)
+        if reclaimer is not None:
+            reclaimer.close()
         answered = [grant for grant in grants if grant is not None]
         if any(grant.status is GrantStatus.FULL for grant in answered):
             self.checkpoints.recent.note(now, "refused", Reason.STORE_FULL, domain_id)
@@ -263,8 +278,9 @@ class BlockIndex:
         check_commit(domain, rank, written)
         required = required_keys(domain, rank, manifest) if manifest else []
         publication = self._join(publication_id, domain, now)
-        if manifest is not None and any(manifest.work):
+        if manifest is not None and any(manifest.work) and manifest.work != domain.work:
             domain.work = manifest.work
+            self.checkpoints.works_anew(domain)
         self.counters["commits"] += 1
         for item in written:
             self.publications.complete(publication, item)
@@ -361,7 +377,13 @@ class BlockIndex:
         """The deepest checkpoint of the prefix that is announced or pending and deeper than any
         visible one; None where nothing is worth waiting for."""
         now = self.expire(now)
-        domain = self._domain(domain_id, now)
+        check_hashes(boundary_hashes)
+        return self._awaited(self._domain(domain_id, now), boundary_hashes, above_tokens)
+
+    @staticmethod
+    def _awaited(
+        domain: Domain, boundary_hashes: Sequence[bytes], above_tokens: int
+    ) -> Awaited | None:
         for boundary, block_hash in deepest_first(domain, boundary_hashes):
             if boundary <= above_tokens:
                 break
@@ -380,55 +402,51 @@ class BlockIndex:
         above_tokens: int,
         lease_s: float,
         now: float,
+        *,
+        follow_up: bool = False,
     ) -> LookupAnswer:
         """Checkpoints of the prefix above ``above_tokens``: up to ``MATCHES_MAX`` consumable ones,
         under one lease, as many of which something is known that makes them unusable, a few that
         extend the deepest one by other tokens, and where objects of one class end. At most one per
-        boundary."""
+        boundary.
+
+        ``follow_up``: another domain was asked first and counted the lookup, of which only the hit
+        counts here, where ``above_tokens`` 0 says that there was none."""
         now = self.expire(now)
         domain = self._domain(domain_id, now)
+        check_hashes(boundary_hashes)
         lease_s = min(seconds("lease_s", lease_s), self.lease_max_s)
         if lease_s:
             self.leases.check_room()
-        self.counters["lookups"] += 1
-        self.admission.credit(len(boundary_hashes) * domain.boundary_tokens)
-        usable: list[Checkpoint] = []
-        matches: list[CheckpointMatch] = []
-        unusable = 0
-        for boundary, block_hash in deepest_first(domain, boundary_hashes):
-            checkpoint = domain.checkpoints.get(block_hash)
-            if checkpoint is not None and checkpoint.visible and checkpoint.boundary == boundary:
-                if boundary > above_tokens and len(usable) < MATCHES_MAX:
-                    usable.append(checkpoint)
-                    matches.append(consumable(checkpoint, now))
-                if usable:  # this one, or one that extends it, was hit
-                    checkpoint.used_at = now
-            elif boundary > above_tokens and unusable < MATCHES_MAX:
-                match = self.checkpoints.unusable(domain, boundary, block_hash, now)
-                if match is not None:
-                    unusable += 1
-                    matches.append(match)
-        if usable:
-            reach = len(boundary_hashes) * domain.boundary_tokens
-            matches = with_diverged(matches, usable[0], above_tokens, reach, now)
-        deepest = usable[0].boundary if usable else 0
-        extent = matched_extent(domain, boundary_hashes, deepest)
-        incomplete = incomplete_ends(domain, boundary_hashes, extent, deepest)
-        matches = with_incomplete(matches, incomplete, above_tokens)
-        self._count_hit(usable)
-        self._count_candidates(matches)
-        for match in matches:
-            if match.reason is not None:
-                self.checkpoints.recent.note(
-                    now, "not consumable", match.reason, domain_id, match.boundary, match.kinds
-                )
+        if not follow_up:
+            self.counters["lookups"] += 1
+            self.admission.credit(len(boundary_hashes) * domain.boundary_tokens)
+        found = self._find(domain, boundary_hashes, above_tokens, now)
+        usable = found.usable
+        for checkpoint in found.used:
+            self.checkpoints.touch(checkpoint, now)
+        self._count_hit(usable, counted=follow_up and above_tokens > 0)
+        if not follow_up:
+            self._count_candidates(found.matches)
+            self._note_unusable(found.matches, domain_id, now)
+        awaited = self._awaited(domain, boundary_hashes, above_tokens)
         lease_id = None
-        if usable and lease_s:
+        if usable and lease_s:  # at the very end: what raises leaves no lease
             lease = self.leases.grant(domain, tuple(usable), now + lease_s)
             self._deadlines.push(lease)
             lease_id = lease.id
-        awaited = self.awaited(domain_id, boundary_hashes, above_tokens, now)
-        return LookupAnswer(tuple(matches), lease_id, awaited, extent)
+        return LookupAnswer(found.matches, lease_id, awaited, found.extent)
+
+    def peek(
+        self, domain_id: DomainId, boundary_hashes: Sequence[bytes], above_tokens: int, now: float
+    ) -> LookupAnswer:
+        """What ``lookup`` would answer, for people: nothing is leased, counted or touched."""
+        now = self.expire(now)
+        if (domain := self.domains.get(domain_id)) is None:
+            raise _unknown(domain_id)
+        check_hashes(boundary_hashes)
+        found = self._find(domain, boundary_hashes, above_tokens, now)
+        return LookupAnswer(found.matches, None, None, found.extent)
 
     def locate(self, lease_id: LeaseId, keys: Sequence[ObjectKey], now: float) -> list[Location]:
         """Where objects of the leased checkpoints lie, in the order of the keys."""
@@ -437,7 +455,7 @@ class BlockIndex:
         self.counters["leases_read"] += not lease.readable
         locations = locate(lease, keys)
         for checkpoint in lease.checkpoints:
-            checkpoint.used_at = now
+            self.checkpoints.touch(checkpoint, now)
         return locations
 
     def renew(self, lease_id: LeaseId, lease_s: float, now: float) -> None:
@@ -543,14 +561,13 @@ class BlockIndex:
 
         held = [publication.held.values() for publication in self.publications.open.values()]
         held += [publication.reserved.values() for publication in self.publications.open.values()]
-        visible = self.checkpoints.visible
         leased = {
             checkpoint for lease in self.leases.valid.values() for checkpoint in lease.checkpoints
         }
         return Reclaimer(
             self.objects,
             pinned_entries(held, [*leased, *self.checkpoints.pending]),
-            self.strategy.order([one for one in visible if not one.leases], now),
+            self.checkpoints.queue.candidates(now, leased),
             lambda checkpoint: self.checkpoints.evict(checkpoint, now),
             drop_loose,
             sizes,
@@ -562,9 +579,49 @@ class BlockIndex:
         if shortened:  # otherwise the deadline that is queued already comes first
             self._deadlines.push(owner)
 
-    def _count_hit(self, usable: Sequence[Checkpoint]) -> None:
+    def _find(
+        self, domain: Domain, boundary_hashes: Sequence[bytes], above_tokens: int, now: float
+    ) -> _Found:
+        """What is known along a prefix. Changes nothing."""
+        usable: list[Checkpoint] = []
+        used: list[Checkpoint] = []
+        matches: list[CheckpointMatch] = []
+        unusable = 0
+        for boundary, block_hash in self.checkpoints.known(domain, boundary_hashes):
+            checkpoint = domain.checkpoints.get(block_hash)
+            if checkpoint is not None and checkpoint.visible and checkpoint.boundary == boundary:
+                if boundary > above_tokens and len(usable) < MATCHES_MAX:
+                    usable.append(checkpoint)
+                    matches.append(consumable(checkpoint, now))
+                if usable:  # this one, or one that extends it, was hit
+                    used.append(checkpoint)
+            elif boundary > above_tokens and unusable < MATCHES_MAX:
+                match = self.checkpoints.unusable(domain, boundary, block_hash, now)
+                if match is not None:
+                    unusable += 1
+                    matches.append(match)
         if usable:
-            self.counters["hits"] += 1
+            reach = len(boundary_hashes) * domain.boundary_tokens
+            matches = with_diverged(matches, usable[0], above_tokens, reach, now)
+        deepest = usable[0].boundary if usable else 0
+        extent = matched_extent(domain, boundary_hashes, deepest)
+        incomplete = incomplete_ends(domain, boundary_hashes, extent, deepest)
+        matches = with_incomplete(matches, incomplete, above_tokens)
+        return _Found(tuple(matches), usable, used, extent)
+
+    def _note_unusable(
+        self, matches: Sequence[CheckpointMatch], domain_id: DomainId, now: float
+    ) -> None:
+        for match in matches:
+            if match.reason is not None:
+                self.checkpoints.recent.note(
+                    now, "not consumable", match.reason, domain_id, match.boundary, match.kinds
+                )
+
+    def _count_hit(self, usable: Sequence[Checkpoint], *, counted: bool) -> None:
+        """``counted``: the lookup's hit, that is; a checkpoint's own hits always count."""
+        if usable:
+            self.counters["hits"] += not counted
             self.counters["checkpoints_hit"] += usable[0].hits == 0
             usable[0].hits += 1
 
@@ -593,7 +650,7 @@ class BlockIndex:
     def _domain(self, domain_id: DomainId, now: float) -> Domain:
         domain = self.domains.get(domain_id)
         if domain is None:
-            raise NotKnown(f"domain {domain_id[:80]!r} is unknown: open it first")
+            raise _unknown(domain_id)
         domain.used_at = now
         return domain
 
@@ -602,3 +659,7 @@ class BlockIndex:
         if not empty:
             raise StoreFull(f"{DOMAINS_MAX} domains have content: no other can be opened")
         del self.domains[min(empty, key=lambda domain: domain.used_at).id]
+
+
+def _unknown(domain_id: DomainId) -> NotKnown:
+    return NotKnown(f"domain {domain_id[:80]!r} is unknown: open it first")

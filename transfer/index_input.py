@@ -7,9 +7,15 @@ from collections.abc import Sequence
 
 from backhaul.protocols.checkpoint import CheckpointManifest, ObjectKey
 from backhaul.protocols.errors import StoreRejected
-from backhaul.protocols.layout import checkpoint_objects
+from backhaul.protocols.layout import checkpoint_objects, required_blocks
 from backhaul.transfer.base import Written
-from backhaul.transfer.entries import HASH_BYTES_MAX, NAME_BYTES_MAX, Domain
+from backhaul.transfer.entries import (
+    CHECKPOINT_OBJECTS_MAX,
+    HASH_BYTES_MAX,
+    HASHES_MAX,
+    NAME_BYTES_MAX,
+    Domain,
+)
 
 WORK_MAX = 1e24
 """FLOPs of a token, or of a pair of tokens: far above any model, and sums stay finite."""
@@ -27,6 +33,15 @@ def check_hash(block_hash: bytes) -> None:
         raise StoreRejected(
             f"block hash of {len(block_hash)} bytes: it must have 1 to {HASH_BYTES_MAX}"
         )
+
+
+def check_hashes(block_hashes: Sequence[bytes]) -> None:
+    """A prefix's block hashes."""
+    if len(block_hashes) > HASHES_MAX:
+        raise StoreRejected(f"{len(block_hashes)} hashes: a prefix may have {HASHES_MAX}")
+    lengths = set(map(len, block_hashes))
+    if lengths and not 0 < min(lengths) <= max(lengths) <= HASH_BYTES_MAX:
+        check_hash(next(h for h in block_hashes if not 0 < len(h) <= HASH_BYTES_MAX))
 
 
 def check_boundary(domain: Domain, boundary: int) -> None:
@@ -89,8 +104,7 @@ def required_keys(domain: Domain, rank: int, manifest: CheckpointManifest) -> li
             f"{len(manifest.hashes)} hashes of {layout.hash_tokens} tokens do not end at "
             f"boundary {manifest.boundary}"
         )
-    for block_hash in manifest.hashes:
-        check_hash(block_hash)
+    check_hashes(manifest.hashes)
     if not manifest.kinds:
         raise StoreRejected(f"the checkpoint at {manifest.boundary} names no kind")
     if not all(0 <= flops <= WORK_MAX for flops in manifest.work):  # also refuses NaN
@@ -104,6 +118,12 @@ def required_keys(domain: Domain, rank: int, manifest: CheckpointManifest) -> li
         raise StoreRejected(
             f"hash {manifest.hashes[-1].hex()[:16]} ends at {known.boundary} tokens, "
             f"not at {manifest.boundary}"
+        )
+    objects = sum(len(required_blocks(group, manifest.boundary)) for group in layout.groups)
+    if objects > CHECKPOINT_OBJECTS_MAX:
+        raise StoreRejected(
+            f"the checkpoint at {manifest.boundary} has {objects} objects a rank: "
+            f"at most {CHECKPOINT_OBJECTS_MAX} are taken"
         )
     pairs = checkpoint_objects(layout, manifest.boundary, manifest.hashes)
     if not pairs:

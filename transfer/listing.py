@@ -17,7 +17,14 @@ from backhaul.protocols.errors import StoreRejected
 from backhaul.protocols.layout import GroupKind
 from backhaul.transfer.base import CheckpointInfo, DomainClient, DomainInfo, Visibility
 from backhaul.transfer.checkpoints import CheckpointTable, describe
-from backhaul.transfer.entries import CLIENTS_MAX, NAME_BYTES_MAX, Checkpoint, Domain, Tombstone
+from backhaul.transfer.entries import (
+    CLIENTS_MAX,
+    HASH_BYTES_MAX,
+    NAME_BYTES_MAX,
+    Checkpoint,
+    Domain,
+    Tombstone,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +63,8 @@ class ListQuery:
             )
         if self.cursor:
             _Place.parse(self.cursor)
+        if any(len(one) > HASH_BYTES_MAX for one in self.prefix_hashes):
+            raise StoreRejected(f"a hash of the prefix has more than {HASH_BYTES_MAX} bytes")
         if self.cursor and self.prefix_hashes:
             raise StoreRejected("a listing along a prompt has no pages: leave out the cursor")
 

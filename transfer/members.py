@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from backhaul.protocols.checkpoint import DomainId
-from backhaul.protocols.comparison import compare
-from backhaul.protocols.domain import DomainRecord
 from backhaul.transfer.base import Elsewhere, Member, Peers
+from backhaul.transfer.differences import DomainDifferences
+from backhaul.transfer.entries import Domain
 
 MEMBER_TTL_S = 60.0
 """How long a client counts after it last spoke; several times what clients leave between two."""
@@ -31,10 +31,32 @@ class _Entry:
     expires_at: float
 
 
+@dataclass(slots=True)
+class _Count:
+    """Engines of one domain, by what they do; see ``Peers`` and ``Elsewhere``."""
+
+    loaders: int = 0
+    decode_loaders: int = 0
+    publishers: int = 0
+    converters: int = 0
+
+    def add(self, member: Member) -> None:
+        loads = member.loads and not member.decodes_only
+        self.loaders += loads
+        self.converters += loads and member.converts
+        self.decode_loaders += member.loads and member.decodes_only
+        self.publishers += member.publishes
+
+    @property
+    def roles(self) -> int:
+        return self.loaders + self.decode_loaders + self.publishers
+
+
 class MemberTable:
     """The clients of all domains, by name. Not thread-safe; every call returns at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, differences: DomainDifferences) -> None:
+        self._differences = differences
         self._entries: OrderedDict[str, _Entry] = OrderedDict()  # the most silent one first
 
     def join(self, domain: DomainId, member: Member, now: float) -> None:
@@ -47,38 +69,33 @@ class MemberTable:
             self._entries.popitem(last=False)
 
     def peers(
-        self, domain: DomainId, name: str, records: Mapping[DomainId, DomainRecord], now: float
+        self, domain: DomainId, name: str, domains: Mapping[DomainId, Domain], now: float
     ) -> Peers:
         """Who else is there for the client ``name`` of ``domain``. Members of domains that are not
-        in ``records`` are left out."""
+        in ``domains`` are left out."""
         while self._entries and next(iter(self._entries.values())).expires_at <= now:
             self._entries.popitem(last=False)
-        counts: dict[DomainId, list[int]] = {}
+        counts: dict[DomainId, _Count] = {}
         for entry in self._entries.values():
             if entry.member.name != name:
-                count = counts.setdefault(entry.domain, [0, 0, 0])
-                member = entry.member
-                count[0] += member.loads and not member.decodes_only
-                count[1] += member.publishes
-                count[2] += member.loads and member.decodes_only
-        loaders, publishers, decode_loaders = counts.pop(domain, (0, 0, 0))
-        others = sorted(counts.items(), key=lambda item: (-sum(item[1]), item[0]))
-        return Peers(
-            loaders=loaders,
-            decode_loaders=decode_loaders,
-            publishers=publishers,
-            elsewhere=tuple(
-                _elsewhere(records[domain], other, records[other], *count[:2])
-                for other, count in others
-                if other in records
-            )[:ELSEWHERE_MAX],
+                counts.setdefault(entry.domain, _Count()).add(entry.member)
+        same = counts.pop(domain, _Count())
+        others = sorted(
+            (item for item in counts.items() if item[0] in domains),
+            key=lambda item: (-item[1].roles, item[0]),
         )
-
-
-def _elsewhere(
-    ours: DomainRecord, other: DomainId, theirs: DomainRecord, loaders: int, publishers: int
-) -> Elsewhere:
-    found = compare(ours, theirs)
-    cause = next((one for one in found.causes if one.path == found.field), None)
-    values = (cause.path, cause.ours, cause.theirs) if cause else ("", "", "")
-    return Elsewhere(other, *values, loaders=loaders, publishers=publishers)
+        return Peers(
+            loaders=same.loaders,
+            decode_loaders=same.decode_loaders,
+            publishers=same.publishers,
+            elsewhere=tuple(
+                Elsewhere(
+                    other,
+                    *self._differences.first(domains[domain], domains[other]),
+                    loaders=count.loaders,
+                    publishers=count.publishers,
+                    converters=count.converters,
+                )
+                for other, count in others[:ELSEWHERE_MAX]
+            ),
+        )

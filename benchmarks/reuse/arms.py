@@ -16,6 +16,7 @@ from backhaul.benchmarks.reuse.simulator import Experiment, simulate
 from backhaul.benchmarks.reuse.trace import Turn
 from backhaul.protocols.errors import ConfigError
 from backhaul.protocols.options import Policy
+from backhaul.transfer.daemon.settings import format_bytes
 from backhaul.transfer.strategies import DEFAULT, Admission, Eviction, Strategies
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -127,7 +128,7 @@ def arms_table(finished: Iterable[Finished], title: str) -> Table:
     table.add_column("budget")
     table.add_column("eviction")
     table.add_column("P_end")
-    names = ("reused", "loaded", "TTFT", "p95", "input tok/s", "resident", "evicted", "peak GB")
+    names = ("reused", "loaded", "TTFT", "p95", "input tok/s", "resident", "evicted", "peak")
     for name in names:
         table.add_column(name, justify="right")
     table.add_column("CPU", justify="right")
@@ -142,7 +143,7 @@ def _row(one: Finished) -> list[str]:
     times = sorted(result.ttft_s for result in results)
     budget = str(arm.arm.budget)
     if arm.arm.budget_bytes:
-        budget += f" {arm.arm.budget_bytes / 1e9:g} GB"
+        budget += f" {format_bytes(arm.arm.budget_bytes)}"
     return [
         arm.arm.policy,
         budget,
@@ -155,7 +156,7 @@ def _row(one: Finished) -> list[str]:
         f"{prompt / arm.seconds:,.0f}" if arm.seconds else "-",
         f"{arm.residents:.1f}",
         f"{sum(kind.evicted for kind in arm.kinds.values()):,}",
-        f"{arm.peak_used_bytes / 1e9:.1f}",
+        format_bytes(arm.peak_used_bytes),
         f"{one.cpu_s:.1f} s",
     ]
 

@@ -29,6 +29,24 @@ class Routing(enum.StrEnum):
         return PromptEndAt.PRESENT if self is Routing.STICKY else PromptEndAt.ABSENT
 
 
+_RANGES: dict[str, tuple[float, float]] = {
+    "prefill_workers": (1, 10_000),
+    "decode_workers": (1, 10_000),
+    "decode_slots": (1, 1e9),
+    "local_bytes": (0, 2**60),
+    "handed_tokens": (0, 1e9),
+    "chunk_tokens": (1, 1e9),
+    "step_s": (0, 1e6),
+    "decode_token_s": (1e-9, 1e6),
+    "call_s": (0, 1e6),
+}
+
+
+def range_of(name: str) -> tuple[float, float]:
+    """The least and the most that a figure of a deployment may be."""
+    return _RANGES.get(name, (1, 1e30))  # rates
+
+
 class Deployment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Workers and links.
 
@@ -63,11 +81,13 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     handover_bytes_per_s: float = 3.88e9
 
     def __post_init__(self) -> None:
-        may_be_zero = {"local_bytes", "handed_tokens", "step_s", "call_s", "routing"}
         for name in self.__struct_fields__:
+            if name == "routing":
+                continue
             value = getattr(self, name)
-            if name != "routing" and (value < 0 or (value == 0 and name not in may_be_zero)):
-                raise ConfigError(f"{name} is {value}: it must be above 0")
+            least, most = range_of(name)
+            if not least <= value <= most:  # also refuses NaN
+                raise ConfigError(f"{name} is {value}: it must be {least:g} ... {most:g}")
 
 
 class Link:

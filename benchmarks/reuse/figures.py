@@ -58,7 +58,7 @@ class Unit:
     COUNT = "count"
     RATE = "tokens/s"
     REQUEST_RATE = "requests/s"
-    TOKENS_PER_MB = "tokens/MB"
+    TOKENS_PER_MIB = "tokens/MiB"
     WORK_PER_BYTE = "FLOPs/byte"
 
 
@@ -307,8 +307,8 @@ def recurrent_bytes(context: Context) -> list[Figure]:
     figures.append(
         Figure(
             "saved_prompt_tokens_per_retained_state_byte",
-            rate(requests, lambda r: r.loaded_tokens * 1e6, lambda _: per_request),
-            Unit.TOKENS_PER_MB,
+            rate(requests, lambda r: r.loaded_tokens * 2**20, lambda _: per_request),
+            Unit.TOKENS_PER_MIB,
         )
     )
     figures.append(

@@ -1,24 +1,32 @@
 """What a model's shape costs: bytes per token and per state, FLOPs of a prefill, boundary grid.
 
-Derived from published dimensions by these rules (bytes per rank summed over ranks):
+All of it follows from a published configuration. Work is that of ``protocols.work``, the same that
+engines state in what they publish; bytes (of all ranks together) follow these rules:
 
 - attention KV per token and layer: 2 * kv_heads * head_dim elements, or for MLA one latent of
   kv_lora_rank + rope_dim elements;
-- recurrent state per layer: the matrix state heads * key_dim * value_dim, and the convolution's
-  last (kernel - 1) inputs;
+- recurrent state per layer: the recurrence's matrices, and the convolution's last (kernel - 1)
+  inputs;
 - grid: vLLM's align mode lengthens the attention block until one layer's page holds one layer's
-  recurrent state, in steps of the kernel's block;
-- work: 2 FLOPs per active parameter and token, and for each pair of a token and one before it
-  2 * heads * (query-key dim + value dim) per attention layer; the recurrent layers' own scan is
-  linear in tokens and small against their projections, and left out.
+  recurrent state, in steps of the kernel's block.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
 from backhaul.protocols.checkpoint import PrefillWork
 from backhaul.protocols.errors import ConfigError
+from backhaul.protocols.work import Kept, ModelWork, model_layers, model_work
+
+_KV_SIZE = 2
+_STATE_SIZE = 4
+_CONV_SIZE = 2
+"""Bytes of an element: bfloat16 KV and convolution, float32 recurrence (``mamba_ssm_dtype`` and
+``mamba_ssm_cache_dtype`` of the presets' configurations; Kimi's are read with vLLM's default)."""
 
 
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,20 +35,18 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         kv_bytes: attention KV of one token, all layers.
         state_bytes: one checkpoint's recurrent states, all layers.
-        active_parameters: parameters that one token passes through.
-        pair_flops: work for one token and one token before it, all attention layers.
+        prefill: FLOPs.
         grid: boundary grid, tokens.
         state_pages: pages of the size of one attention block that one state takes in an engine's
             own cache: one per group of as many recurrent layers as there are attention layers.
-        source: where the dimensions were published.
+        source: where the configuration was published.
         assumed: what was not published, or simplified.
     """
 
     name: str
     kv_bytes: int
     state_bytes: int
-    active_parameters: float
-    pair_flops: float
+    prefill: ModelWork
     grid: int
     state_pages: int
     source: str = ""
@@ -54,142 +60,141 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def work(self) -> PrefillWork:
         """What publications say of the model's work."""
-        return PrefillWork(2 * self.active_parameters, self.pair_flops)
+        return self.prefill.coarse()
 
     def prefill_flops(self, start: int, stop: int) -> float:
         """Work to compute tokens ``start`` ... ``stop`` - 1 of a prompt."""
-        return self.work.saved_work(start, stop)
-
-
-class Dimensions(msgspec.Struct, frozen=True, kw_only=True):
-    """Published dimensions. Element sizes in bytes; see the module's rules.
-
-    ``qk_dim`` and ``value_dim`` are those of one attention head while prefilling; ``kv_elements``
-    of one token and layer in the cache; ``conv_channels`` of one recurrent layer.
-    """
-
-    attention_layers: int
-    recurrent_layers: int
-    heads: int
-    qk_dim: int
-    value_dim: int
-    kv_elements: int
-    state_elements: int
-    conv_channels: int
-    conv_kernel: int = 4
-    kv_size: int = 2
-    state_size: int = 4
-    conv_size: int = 2
-    kernel_block: int = 16
-
-    @property
-    def state_page(self) -> int:
-        """Bytes of one recurrent layer's state."""
-        conv = self.conv_channels * (self.conv_kernel - 1) * self.conv_size
-        return self.state_elements * self.state_size + conv
-
-    @property
-    def grid(self) -> int:
-        """Tokens of an attention block whose page holds one layer's state."""
-        token = self.kv_elements * self.kv_size
-        return -(-self.state_page // (token * self.kernel_block)) * self.kernel_block
+        return float(self.prefill.flops(start, stop))
 
 
 def shape(
-    name: str, dimensions: Dimensions, *, active_parameters: float, source: str, assumed: str
+    name: str,
+    config: Mapping[str, Any],
+    *,
+    source: str,
+    assumed: str = "",
+    kernel_block: int = 16,
+    state_ranks: int = 1,
 ) -> ModelShape:
-    """A shape from published dimensions."""
-    d = dimensions
+    """A shape from a text model's Hugging Face configuration.
+
+    ``kernel_block``: tokens, step of the attention block's length. ``state_ranks``: over how many
+    ranks a state is cut whose attention latents lie on every rank, as MLA's do.
+    """
+    prefill = model_work(config)
+    assert prefill is not None, f"{name}: the configuration is not understood"
+    layers = model_layers(config)
+    attention = [layer for layer in layers if layer.kv]
+    recurrent = [layer for layer in layers if not layer.kv]
+    page = max(map(_state_bytes, recurrent)) // state_ranks
+    token = attention[0].kv * _KV_SIZE
     return ModelShape(
         name=name,
-        kv_bytes=d.kv_elements * d.kv_size * d.attention_layers,
-        state_bytes=d.state_page * d.recurrent_layers,
-        active_parameters=active_parameters,
-        pair_flops=2.0 * d.heads * (d.qk_dim + d.value_dim) * d.attention_layers,
-        grid=d.grid,
-        state_pages=-(-d.recurrent_layers // d.attention_layers),
+        kv_bytes=sum(layer.kv for layer in attention) * _KV_SIZE,
+        state_bytes=sum(map(_state_bytes, recurrent)),
+        prefill=prefill,
+        grid=-(-page // (token * kernel_block)) * kernel_block,
+        state_pages=-(-len(recurrent) // len(attention)),
         source=source,
         assumed=assumed,
     )
 
+
+def _state_bytes(layer: Kept) -> int:
+    return layer.state * _STATE_SIZE + layer.conv * (layer.taps - 1) * _CONV_SIZE
+
+
+QWEN_3_5 = {
+    "model_type": "qwen3_5_moe_text", "hidden_size": 2048, "num_hidden_layers": 40,
+    "full_attention_interval": 4, "num_attention_heads": 16, "num_key_value_heads": 2,
+    "head_dim": 256, "linear_num_key_heads": 16, "linear_key_head_dim": 128,
+    "linear_num_value_heads": 32, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
+    "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512, "vocab_size": 248320,
+}  # fmt: skip
+
+_KIMI_MLA = {
+    "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "first_k_dense_replace": 1, "moe_layer_freq": 1, "vocab_size": 163840,
+}  # fmt: skip
+
+KIMI_LINEAR = _KIMI_MLA | {
+    "model_type": "kimi_linear", "hidden_size": 2304, "num_hidden_layers": 27,
+    "num_attention_heads": 32, "intermediate_size": 9216, "num_experts": 256,
+    "num_experts_per_token": 8, "num_shared_experts": 1, "moe_intermediate_size": 1024,
+    "linear_attn_config": {
+        "full_attn_layers": [4, 8, 12, 16, 20, 24, 27],
+        "kda_layers": [layer for layer in range(1, 27) if layer % 4],
+        "num_heads": 32, "head_dim": 128, "short_conv_kernel_size": 4,
+    },
+}  # fmt: skip
+
+KIMI_K3 = _KIMI_MLA | {
+    "model_type": "kimi_linear", "hidden_size": 7168, "num_hidden_layers": 93,
+    "num_attention_heads": 96, "q_lora_rank": 1536, "mla_use_output_gate": True,
+    "intermediate_size": 33792, "num_experts": 896, "num_experts_per_token": 16,
+    "num_shared_experts": 2, "moe_intermediate_size": 3072, "routed_expert_hidden_size": 3584,
+    "linear_attn_config": {
+        "full_attn_layers": [*range(4, 93, 4), 93],
+        "kda_layers": [layer for layer in range(1, 93) if layer % 4],
+        "num_heads": 96, "head_dim": 128, "short_conv_kernel_size": 4, "use_full_rank_gate": True,
+    },
+}  # fmt: skip
+
+NEMOTRON_3_NANO = {
+    "model_type": "nemotron_h", "hidden_size": 2688, "num_hidden_layers": 52,
+    "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+    "num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 128,
+    "mamba_num_heads": 64, "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128,
+    "conv_kernel": 4, "n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 1,
+    "moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712,
+    "vocab_size": 131072,
+}  # fmt: skip
+
+TINY = {
+    "model_type": "qwen3_next", "hidden_size": 256, "num_hidden_layers": 4,
+    "full_attention_interval": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 192, "linear_num_key_heads": 2, "linear_key_head_dim": 64,
+    "linear_num_value_heads": 2, "linear_value_head_dim": 64, "linear_conv_kernel_dim": 4,
+    "num_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 128, "vocab_size": 320,
+}  # fmt: skip
 
 PRESETS = {
     one.name: one
     for one in (
         shape(
             "qwen3.5-35b-a3b",
-            Dimensions(
-                attention_layers=10,
-                recurrent_layers=30,
-                heads=16,
-                qk_dim=256,
-                value_dim=256,
-                kv_elements=2 * 2 * 256,
-                state_elements=32 * 128 * 128,
-                conv_channels=2 * 16 * 128 + 32 * 128,
-            ),
-            active_parameters=3e9,
-            source="defaults of Qwen3_5MoeTextConfig in transformers: 40 layers, every fourth full "
-            "attention (16 heads of 256, 2 KV heads), gated delta net with 32 value and 16 key "
-            "heads of 128, convolution over 4 tokens",
-            assumed="bfloat16 KV and convolution state, float32 recurrent state (mamba_ssm_dtype "
-            "of the family's configs); 3e9 active parameters as in the model's name",
+            QWEN_3_5,
+            source="config.json of Qwen3.5-35B-A3B; the defaults of transformers' "
+            "Qwen3_5MoeTextConfig",
         ),
         shape(
-            "kimi-k3-like",
-            Dimensions(
-                attention_layers=7,
-                recurrent_layers=20,
-                heads=32,
-                qk_dim=128 + 64,
-                value_dim=128,
-                kv_elements=512 + 64,
-                state_elements=32 * 128 * 128,
-                conv_channels=3 * 32 * 128,
-                kernel_block=64,
-            ),
-            active_parameters=3e9,
-            source="config.json of Kimi-Linear-48B-A3B, the published model of that family: 27 "
-            "layers, 20 of them KDA (32 heads of 128, convolutions over 4 tokens on q, k and v), "
-            "7 MLA (kv_lora_rank 512, rope dim 64, 32 heads)",
-            assumed="stands for larger KDA/MLA hybrids by its ratios, not by its size; bfloat16 KV "
-            "and convolution state, float32 recurrent state; value heads of 128; 3e9 active "
-            "parameters as in the model's name",
+            "kimi-linear-48b-a3b",
+            KIMI_LINEAR,
+            kernel_block=64,
+            source="config.json of Kimi-Linear-48B-A3B-Instruct; the defaults of transformers' "
+            "KimiLinearConfig",
+        ),
+        shape(
+            "kimi-k3",
+            KIMI_K3,
+            kernel_block=64,
+            state_ranks=8,
+            source="text_config of config.json of Kimi-K3",
+            assumed="tensor parallelism over 8 ranks, which sets the grid; all ranks of a worker "
+            "as one",
         ),
         shape(
             "nemotron-3-nano-30b-a3b",
-            Dimensions(
-                attention_layers=6,
-                recurrent_layers=23,
-                heads=32,
-                qk_dim=128,
-                value_dim=128,
-                kv_elements=2 * 2 * 128,
-                state_elements=64 * 64 * 128,
-                conv_channels=64 * 64 + 2 * 8 * 128,
-            ),
-            active_parameters=3.5e9,
-            source="model page of Nemotron 3 Nano 30B-A3B: 52 layers, 23 Mamba-2, 6 attention (32 "
-            "heads, 2 KV heads), 3.5e9 active parameters; head dim 128, state size 128, 8 groups, "
-            "kernel 4 and float32 state cache as in NemotronHConfig's defaults",
-            assumed="64 Mamba heads of 64; bfloat16 KV and convolution state",
+            NEMOTRON_3_NANO,
+            source="config.json of NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
         ),
         shape(
             "tiny-hybrid",
-            Dimensions(
-                attention_layers=1,
-                recurrent_layers=3,
-                heads=4,
-                qk_dim=192,
-                value_dim=192,
-                kv_elements=2 * 2 * 192,
-                state_elements=2 * 64 * 64,
-                conv_channels=3 * 2 * 64,
-                kernel_block=32,
-            ),
-            active_parameters=1.2e6,
+            TINY,
+            kernel_block=32,
             source="deploy/tiny_model.py: what `backhaul demo` and the tests run",
-            assumed="parameters counted once; experts that a token does not pass are few",
         ),
     )
 }

@@ -43,6 +43,8 @@ HANDED_TOKENS = 1
 SETTLE_S = 60.0
 RECONNECT_S = 1.5 * RECONNECT_MS[1] / 1000
 """After a refused connection a client may wait so long before it tries again."""
+ATTEMPTS = 3
+"""Of one arm, where the store did not answer."""
 UNLIMITED = "1GiB"
 BURST_KILOTOKENS = 2
 """What an admission budget lets in at once: what so many thousand prompt tokens earn."""
@@ -67,11 +69,23 @@ class RealArms:
         self._greetings = 0
 
     def run(self, arm: Arm, turns: Sequence[Turn]) -> list[Result]:
-        """All turns of one arm; the last line is the arm's own.
+        """All turns of one arm; the last line is the arm's own. One in which the store did not
+        answer a publication (a busy machine) says nothing of the policy and is run again.
 
         Raises ``httpx.HTTPError``, ``TimeoutError`` and ``ServiceError`` where an engine or the
         store does not do its part.
         """
+        for _ in range(ATTEMPTS):
+            results, unanswered = self._once(arm, turns)
+            if not unanswered:
+                return results
+        raise TimeoutError(
+            f"the store left {unanswered:g} publications of arm {arm.workload} {arm.policy} "
+            f"unanswered, {ATTEMPTS} times: run it on quiet cores"
+        )
+
+    def _once(self, arm: Arm, turns: Sequence[Turn]) -> tuple[list[Result], float]:
+        """The arm's lines, and how many publications the store did not answer."""
         self._fresh(arm)
         contents = Contents(LETTERS)
         relations = Relations(self._grid, handed_tokens=HANDED_TOKENS)
@@ -100,6 +114,7 @@ class RealArms:
                 )
             self._settle()
             peak = max(peak, scrape(self._pair.store.http_url, _STORE)[f"{_STORE}used_bytes"])
+        books = _difference(self._books(), before)
         results.append(
             arm_result(
                 arm,
@@ -107,10 +122,10 @@ class RealArms:
                 seconds=active_s,
                 residents=sum(busy) / active_s if active_s else 0.0,
                 peak_used_bytes=int(peak),
-                books=_difference(self._books(), before),
+                books=books,
             )
         )
-        return results
+        return results, _unanswered(books)
 
     def _ask(
         self, arm: Arm, turn: Turn, contents: Contents, started: float

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Annotated
 
 import msgspec
 
@@ -20,8 +20,16 @@ from backhaul.protocols.errors import ConfigError
 RECORD_VERSION = 1
 """Version of the lines' meaning. 1: first version."""
 
+RESULTS = "results.jsonl"
+"""Name of the file in a folder of results."""
+
 NO_POLICY = "none"
 """Stands for engines that neither publish nor load."""
+
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+Amount = Annotated[float, msgspec.Meta(ge=0, le=1e30)]
+"""Seconds, FLOPs, means: sums of very many stay finite."""
 
 
 class Source(enum.StrEnum):
@@ -66,11 +74,11 @@ class Arm(msgspec.Struct, frozen=True, kw_only=True, order=True):
     workload: str
     policy: str
     budget: Budget = Budget.UNLIMITED
-    budget_bytes: int = 0
+    budget_bytes: Count = 0
     eviction: str = "lru"
     prompt_end: PromptEndAt = PromptEndAt.ABSENT
     model: str = ""
-    repeat: int = 0
+    repeat: Count = 0
 
     @property
     def setting(self) -> tuple[str, str, str, int, str, str, str]:
@@ -119,13 +127,13 @@ class Relation(msgspec.Struct, frozen=True, kw_only=True):
         rewritten: names of the predecessor's ends that the prompt no longer begins with.
     """
 
-    continuation: int = 0
-    reuse: int = 0
+    continuation: Count = 0
+    reuse: Count = 0
     tool_continuation: bool = False
-    decode_end: int = 0
-    input_end: int = 0
-    prompt_end: int = 0
-    input_ends: tuple[int, ...] = ()
+    decode_end: Count = 0
+    input_end: Count = 0
+    prompt_end: Count = 0
+    input_ends: tuple[Count, ...] = ()
     rewritten: tuple[CheckpointKind, ...] = ()
 
 
@@ -162,29 +170,29 @@ class RequestResult(msgspec.Struct, frozen=True, kw_only=True, tag="request", ta
     request: str
     conversation: str = ""
     relation: Relation = Relation()
-    prompt_tokens: int
-    output_tokens: int = 0
-    local_tokens: int = 0
-    loaded_tokens: int = 0
-    other_tokens: int = 0
+    prompt_tokens: Count
+    output_tokens: Count = 0
+    local_tokens: Count = 0
+    loaded_tokens: Count = 0
+    other_tokens: Count = 0
     selected: str = ""
     selected_kinds: tuple[CheckpointKind, ...] = ()
-    selected_boundary: int = 0
-    producer_age: int = 0
+    selected_boundary: Count = 0
+    producer_age: Count = 0
     decode_end: EndFate = EndFate.NO_PREDECESSOR
     input_end: EndFate = EndFate.NO_PREDECESSOR
     prompt_end: EndFate = EndFate.NO_PREDECESSOR
-    without: dict[CheckpointKind, int] = {}
-    added_flops: dict[CheckpointKind, float] = {}
+    without: dict[CheckpointKind, Count] = {}
+    added_flops: dict[CheckpointKind, Amount] = {}
     junction_known: bool = False
     reason: str = ""
-    forced_splits: int = 0
-    saved_flops: float = 0.0
-    loaded_flops: float = 0.0
-    prefill_flops: float = 0.0
-    arrival_s: float = 0.0
-    ttft_s: float = 0.0
-    residency_s: float = 0.0
+    forced_splits: Count = 0
+    saved_flops: Amount = 0.0
+    loaded_flops: Amount = 0.0
+    prefill_flops: Amount = 0.0
+    arrival_s: Amount = 0.0
+    ttft_s: Amount = 0.0
+    residency_s: Amount = 0.0
 
     @property
     def hit_tokens(self) -> int:
@@ -213,12 +221,12 @@ class KindResult(msgspec.Struct, frozen=True, kw_only=True):
         evicted, evicted_state_bytes: of these, what had to go.
     """
 
-    logical: int = 0
-    duplicates: int = 0
-    created: int = 0
-    state_bytes: int = 0
-    evicted: int = 0
-    evicted_state_bytes: int = 0
+    logical: Count = 0
+    duplicates: Count = 0
+    created: Count = 0
+    state_bytes: Count = 0
+    evicted: Count = 0
+    evicted_state_bytes: Count = 0
 
 
 class ArmResult(msgspec.Struct, frozen=True, kw_only=True, tag="arm", tag_field="type"):
@@ -238,17 +246,17 @@ class ArmResult(msgspec.Struct, frozen=True, kw_only=True, tag="arm", tag_field=
 
     version: int = RECORD_VERSION
     arm: Arm
-    seconds: float
-    requests: int
+    seconds: Amount
+    requests: Count
     kinds: dict[CheckpointKind, KindResult] = {}
-    checkpoints_hit: int = 0
-    evicted_unused: int = 0
-    refused: int = 0
-    published_bytes: int = 0
-    loaded_bytes: int = 0
-    peak_used_bytes: int = 0
-    lifetime_s: float = 0.0
-    residents: float = 0.0
+    checkpoints_hit: Count = 0
+    evicted_unused: Count = 0
+    refused: Count = 0
+    published_bytes: Count = 0
+    loaded_bytes: Count = 0
+    peak_used_bytes: Count = 0
+    lifetime_s: Amount = 0.0
+    residents: Amount = 0.0
 
 
 Result = RequestResult | ArmResult
@@ -267,20 +275,24 @@ def write_results(results: Iterable[Result], file: IO[bytes]) -> None:
 def read_results(path: Path) -> Iterator[Result]:
     """The lines of a file. A torn last line, as a killed run leaves it, is passed over.
 
-    Raises ``ConfigError`` that names file and line for anything else that is malformed.
+    Raises ``ConfigError`` that names file, line and field for anything else that is malformed,
+    numbers that cannot be any included, and where the file cannot be read.
     """
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n"):
-                return
-            try:
-                result = _DECODER.decode(line)
-            except msgspec.MsgspecError as error:
-                raise ConfigError(
-                    f"{path}:{number}: no result of this experiment: {error}"
-                ) from error
-            if result.version != RECORD_VERSION:
-                raise ConfigError(
-                    f"{path}:{number}: version {result.version}, this report reads {RECORD_VERSION}"
-                )
-            yield result
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if not line.endswith(b"\n"):
+                    return
+                yield _result(line, f"{path}:{number}")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
+
+
+def _result(line: bytes, where: str) -> Result:
+    try:
+        result = _DECODER.decode(line)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ConfigError(f"{where}: no result of this experiment: {error}") from None
+    if result.version != RECORD_VERSION:
+        raise ConfigError(f"{where}: version {result.version}, this report reads {RECORD_VERSION}")
+    return result

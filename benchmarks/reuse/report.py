@@ -20,6 +20,8 @@ from backhaul.benchmarks.reuse.record import Arm, Result
 from backhaul.benchmarks.reuse.report_html import render_html
 from backhaul.benchmarks.reuse.report_parts import Answer, Chart, Report, Table
 from backhaul.benchmarks.reuse.statistics import CONFIDENCE, RESAMPLES
+from backhaul.deploy.terminal import format_age
+from backhaul.transfer.daemon.settings import format_bytes
 
 
 def build_report(results: Iterable[Result]) -> Report:
@@ -32,7 +34,7 @@ def build_report(results: Iterable[Result]) -> Report:
     sources = sorted({str(arm.arm.source) for arm in arms})
     repeats = sorted({len(context.cell.arms) for context in every})
     summary = (
-        f"{len(arms)} arms with {requests:,} requests in all; results: {', '.join(sources)}; "
+        f"Arms: {len(arms)}; requests in all: {requests:,}; results: {', '.join(sources)}; "
         f"repeats per arm: {', '.join(map(str, repeats))}.",
         f"A figure in brackets is its {CONFIDENCE:.0%} interval: a bootstrap over conversations "
         f"and repeats ({RESAMPLES} resamples). Without brackets there was one conversation "
@@ -109,10 +111,14 @@ def _runs(every: Sequence[Context]) -> Table:
                 format_bytes(sum(arm.published_bytes for arm in arms)),
                 format_bytes(sum(arm.loaded_bytes for arm in arms)),
                 format_bytes(max(arm.peak_used_bytes for arm in arms)),
-                f"{max(arm.lifetime_s for arm in arms):.0f} s",
+                _lifetime(max(arm.lifetime_s for arm in arms)),
             )
         )
     return Table(header, tuple(rows))
+
+
+def _lifetime(seconds: float) -> str:
+    return format_age(seconds) if seconds else "-"  # nothing was evicted
 
 
 def _answer(question: Question, every: Sequence[Context]) -> Table:
@@ -154,11 +160,11 @@ def _remarks(account: Sequence[Verdict]) -> tuple[str, ...]:
     slower = sum(1 for v in judged if v.ttft_s.is_clear and (v.ttft_s.value or 0) > 0)
     if account:
         remarks.append(
-            f"Of {len(judged)} comparisons, {slower} come with a later first token, and in "
-            f"{_little(judged)} the policy adds little."
+            f"Comparisons: {len(judged)}; with a later first token: {slower}; in which the policy "
+            f"adds little: {_little(judged)}."
         )
     if idle := len(account) - len(judged):
-        remarks.append(f"In {idle} more the policy had none of its ends to keep.")
+        remarks.append(f"Not compared, as the policy had none of its ends to keep: {idle}.")
     return tuple(remarks)
 
 
@@ -207,7 +213,7 @@ def format_value(value: float, unit: str) -> str:
     if unit == Unit.SHARE:
         return f"{value:.1%}"
     if unit == Unit.BYTES:
-        return format_bytes(value)
+        return format_bytes(round(value))
     if unit == Unit.SECONDS:
         return f"{value * 1000:,.0f} ms" if abs(value) < 10 else f"{value:,.1f} s"
     if unit == Unit.COUNT:
@@ -215,11 +221,3 @@ def format_value(value: float, unit: str) -> str:
     if unit in (Unit.WORK, Unit.WORK_PER_BYTE, Unit.REQUEST_RATE):
         return f"{value:.3g} {unit}"
     return f"{value:,.1f} {unit}" if abs(value) < 100 else f"{value:,.0f} {unit}"
-
-
-def format_bytes(value: float) -> str:
-    """Decimal units."""
-    for size, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if abs(value) >= size:
-            return f"{value / size:.3g} {name}"
-    return f"{value:.0f} B"

@@ -6,22 +6,22 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from backhaul.benchmarks.reuse.matrix import Matrix, RunArm, finished_only, left_to_do, planned
 from backhaul.benchmarks.reuse.model_shape import preset
 from backhaul.benchmarks.reuse.real import RealArms
-from backhaul.benchmarks.reuse.record import Arm, read_results, write_results
+from backhaul.benchmarks.reuse.record import RESULTS, Arm, read_results, write_results
 from backhaul.benchmarks.reuse.report import build_report, write_report
 from backhaul.benchmarks.reuse.workloads import Sizes, workload
+from backhaul.deploy.arguments import writing
+from backhaul.deploy.console import Console
 from backhaul.deploy.pair import Pair
 from backhaul.deploy.tiny_model import build_tiny_model
 from backhaul.protocols.errors import ConfigError
 
 MODEL = "tiny-hybrid"
 """What the engines run, and the preset that tells its shape."""
-RESULTS = "results.jsonl"
 SETTINGS = "settings.json"
 
 
@@ -43,8 +43,8 @@ def run_matrix(
 ) -> None:
     """Run what ``directory`` does not have yet, then write the report from all of it.
 
-    Raises ``ConfigError`` where the directory cannot be used, ``ServiceError`` and ``TimeoutError``
-    where an engine or the store fails; what was finished by then is kept.
+    Raises ``ConfigError`` where the directory cannot be used, ``ServiceError`` where an engine or
+    the store fails; what was finished by then is kept.
     """
     path = results_file(directory)
     keep_to_settings(directory, Settings(sizes=sizes, concurrency=concurrency))
@@ -60,17 +60,19 @@ def run_matrix(
             options={"stream_min_bytes": 1},
             engine_env={"VLLM_SERVER_DEV_MODE": "1"},
         )
-        with pair:
+        with pair, pair.naming_failures():
             real = RealArms(pair, preset(MODEL), concurrency=concurrency)
             run_arms(console, arms, sizes, path, real.run)
-    for written in write_report(build_report(read_results(path)), directory):
-        console.print(f"wrote {written}")
+    with writing("DIRECTORY", directory):
+        reports = write_report(build_report(read_results(path)), directory)
+    for report in reports:
+        console.print(f"wrote {report}")
 
 
 def run_arms(console: Console, arms: Sequence[Arm], sizes: Sizes, path: Path, run: RunArm) -> None:
     """Run the arms and append each one's lines once it is finished."""
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),

@@ -126,12 +126,6 @@ class SimulatedStore:
         now = self._clock.now
         return self.index.lookup(self._domain, hashes, 0, self._options.lease_s, now)
 
-    def decode_asks(self, prompt_tokens: int) -> None:
-        """The decode engine looks the prompt up as well, which is traffic of its own to admission.
-        It gets the prompt from prefill and loads nothing."""
-        grid = self._layout.boundary_tokens
-        self.index.admission.credit((prompt_tokens - 1) // grid * grid)
-
     def release(self, lease: LeaseId | None) -> None:
         """Give a lease back."""
         if lease is not None:

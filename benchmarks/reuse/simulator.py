@@ -44,13 +44,12 @@ from backhaul.connector.endpoints import (
     VerbatimEnd,
     choose_ends,
     decode_end,
-    deepest_usable,
     prompt_ends,
     publishes_decode_end,
     verbatim_end,
 )
 from backhaul.connector.hints import RequestHints, parse_hints
-from backhaul.connector.outcome import Limits, tag_candidates
+from backhaul.protocols.candidates import Limits, deepest_usable, tag_candidates
 from backhaul.protocols.checkpoint import CheckpointKind, LeaseId, primary_kind
 from backhaul.protocols.match_history import MatchHistory, observe
 from backhaul.protocols.options import FinishReason, Options
@@ -415,8 +414,6 @@ class Simulator:
     # -- decode -------------------------------------------------------------------------------
 
     def _arrived(self, worker: _DecodeWorker, job: _Job) -> None:
-        if self.store is not None:
-            self.store.decode_asks(job.turn.prompt_tokens)
         worker.queue.append(job)
         self._fill(worker)
 
@@ -513,6 +510,12 @@ class Simulator:
         chosen = next((c for c in candidates if c.selected), None)
         kind = primary_kind(chosen.kinds) if chosen else ""
         hit = job.resume
+        without = hits_without(
+            candidates,
+            local_tokens=job.local_tokens,
+            selected=job.selected,
+            min_gain_tokens=self._options.min_load_tokens,
+        )
         reasons = (c.reason for c in candidates if c.reason is not None)
         self._results.append(
             RequestResult(
@@ -531,12 +534,10 @@ class Simulator:
                 decode_end=fate(CheckpointKind.DECODE_END, relation, candidates, job.selected),
                 input_end=fate(CheckpointKind.INPUT_END, relation, candidates, job.selected),
                 prompt_end=fate(CheckpointKind.PROMPT_END, relation, candidates, job.selected),
-                without=hits_without(
-                    candidates,
-                    local_tokens=job.local_tokens,
-                    selected=job.selected,
-                    min_gain_tokens=self._options.min_load_tokens,
-                ),
+                without=without,
+                added_flops={
+                    kind: self._shape.prefill_flops(less, hit) for kind, less in without.items()
+                },
                 junction_known=any(
                     c.consumable and CheckpointKind.SHARED_PREFIX in c.kinds for c in candidates
                 ),
@@ -553,6 +554,8 @@ class Simulator:
 
     def _learn(self, job: _Job, candidates: Sequence[Candidate]) -> None:
         """As the connector does."""
+        if self._options.policy is not Policy.AUTO:
+            return
         hints, prompt = job.hints, job.prompt
         continues = self._history.continued(reversed(prompt), job.turn.prompt_tokens)
         self._history.add(hints.template, hints.client, observe(candidates, continues))

@@ -69,6 +69,8 @@ def ratio(terms: Iterable[Term]) -> Estimate:
         return Estimate(value, None, None, count, len(sums))
     drawn = _weights(len(sums)) @ table
     usable = drawn[drawn[:, 1] > 0]
+    if not len(usable):
+        return Estimate(value, None, None, count, len(sums))
     resampled = usable[:, 0] / usable[:, 1]
     tail = (1 - CONFIDENCE) / 2
     low, high = np.quantile(resampled, [tail, 1 - tail])

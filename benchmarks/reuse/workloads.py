@@ -25,6 +25,9 @@ import msgspec
 from backhaul.benchmarks.reuse.trace import Span, Turn, first, length, merged
 from backhaul.protocols.errors import ConfigError
 
+SIZE_MAX = 10_000_000
+"""Of each size: more turns, tokens or seconds are a slip of the keyboard."""
+
 
 class Sizes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Parameters of every workload. Lengths in tokens, means of uniform draws of +-50 %.
@@ -63,12 +66,12 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     tool_s: float = 0.5
 
     def __post_init__(self) -> None:
-        for name in ("conversations", "turns", "user", "reply", "generation_prefix"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}: it must be at least 1")
+        needed = ("conversations", "turns", "user", "reply", "generation_prefix")
         for name in self.__struct_fields__:
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}: it must not be negative")
+            value = getattr(self, name)
+            least = int(name in needed)
+            if not least <= value <= SIZE_MAX:  # also refuses NaN
+                raise ConfigError(f"{name} is {value}: it must be {least} ... {SIZE_MAX:,}")
 
     def scaled(self, factor: float) -> Sizes:
         """The same with all lengths multiplied, for small test models and large real ones."""

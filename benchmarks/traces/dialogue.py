@@ -6,6 +6,11 @@ token (1) and a line end (1). The generation prefix is an assistant header, so t
 tokens before the prompt's end. Reasoning comes first in a reply, between ``<think>`` and
 ``</think>``; tool calls come last, as JSON between ``<tool_call>`` and ``</tool_call>``.
 
+Roles say what an application would name as positions to keep: the end of what its conversations
+begin with (tools and leading system messages), and of the last user's message, after which the next
+one may rewrite the reply or the tool loop. A reply's text comes back as it was; its tool calls are
+parsed and written again.
+
 The arguments of a tool call are generated as they stand in the log. In later prompts they are
 parsed and written again with a space after colons and commas, as chat templates do: where that
 changes the text, the next prompt departs from the output there.
@@ -23,12 +28,15 @@ from msgspec import Meta
 from backhaul.benchmarks.reuse.trace import Span, Turn, length, merged
 from backhaul.benchmarks.traces.faults import LineFault, Reason
 from backhaul.benchmarks.traces.text import Pieces, TokenCount
+from backhaul.protocols.policy import EXTRA_MAX
 
 HEADER_TOKENS = 3
 MESSAGES_MAX = 4096
 """Of one dialogue: prompts grow with each reply, so work and output grow with the square."""
 
 TEMPLATE = "chatml rule"
+
+_OPENING = ("system", "developer")
 
 _END = Span("end of message", 0, 1)
 _LINE_END = Span("line end", 0, 1)
@@ -96,6 +104,15 @@ class Form(NamedTuple):
     without_reasoning: tuple[Span, ...]
 
 
+class Output(NamedTuple):
+    """A message as it is generated, end token included. ``reasoning`` and ``verbatim``: leading
+    tokens that are reasoning, and that come back as they are."""
+
+    spans: tuple[Span, ...]
+    reasoning: int
+    verbatim: int
+
+
 def message_text(message: Message, field: str) -> str:
     """The text of a message. Raises ``LineFault``, naming ``field``, for content that is no text
     and for tool calls whose arguments are no JSON object or string."""
@@ -134,11 +151,13 @@ class Renderer:
         rest = (*self._said(message, text, again=True), _END, _LINE_END)
         return Form(message.role, (*head, *thoughts, *rest), (*head, *rest))
 
-    def output(self, message: Message, text: str) -> tuple[tuple[Span, ...], int]:
-        """A message as it is generated, end token included; and its tokens of reasoning."""
+    def output(self, message: Message, text: str) -> Output:
+        """A message as it is generated."""
         thoughts = self.pieces.spans(_reasoning(message.thoughts))
         said = self._said(message, text, again=False)
-        return merged((*thoughts, *said, _END)), length(thoughts)
+        spans = merged((*thoughts, *said, _END))
+        verbatim = length(thoughts) + length(self.pieces.spans(text))
+        return Output(spans, length(thoughts), verbatim if message.tool_calls else length(spans))
 
     def history(self, forms: Sequence[Form]) -> tuple[Span, ...]:
         """Everything before the generation prefix, tools apart."""
@@ -149,6 +168,14 @@ class Renderer:
         for i, form in enumerate(forms):
             spans += form.full if i >= kept_from else form.without_reasoning
         return tuple(spans)
+
+    def stable(self, preamble: tuple[Span, ...], forms: Sequence[Form]) -> tuple[int, ...]:
+        """Positions that an application would want kept, in tokens of the history."""
+        roles = [form.role for form in forms]
+        opening = next((i for i, role in enumerate(roles) if role not in _OPENING), len(roles))
+        asked = max((i + 1 for i, role in enumerate(roles) if role == "user"), default=0)
+        history = [length(preamble) + length(self.history(forms[:n])) for n in (opening, asked)]
+        return tuple(sorted(set(history) - {0}))
 
     def _said(self, message: Message, text: str, *, again: bool) -> tuple[Span, ...]:
         spans = list(self.pieces.spans(text))
@@ -203,7 +230,9 @@ def _turns(
                 conversation=conversation,
                 after=before,
                 last=messages[i - 1].role if i else "",
+                following=messages[i + 1].role if i + 1 < len(messages) else "",
                 tools=offers,
+                boundaries=renderer.stable(preamble, forms),
             )
             before = turn.request
             yield turn
@@ -220,24 +249,33 @@ def make_turn(
     conversation: str,
     after: str,
     last: str,
+    following: str,
     tools: bool,
+    boundaries: tuple[int, ...],
 ) -> Turn:
-    """The request that ``message`` answers. ``last``: role of the message before it."""
-    output, thoughts = renderer.output(message, text)
+    """The request that ``message`` answers. ``last`` and ``following``: roles of the messages
+    before and after it; "" for none."""
+    output = renderer.output(message, text)
+    # Until the next user's message a tool loop keeps its reasoning in any case.
+    goes_on = following != "user" if following else bool(message.tool_calls)
+    kept = renderer.rules.reasoning_kept or goes_on
+    gone = bool(output.reasoning) and not kept
     return Turn(
         request=request,
         conversation=conversation,
         after=after,
         prompt=merged((*history, *generation_prefix())),
-        output=output,
+        output=output.spans,
         u_end=length(history),
         user_turn=last == "user",
         tools=tools,
         tool_continuation=last in ("tool", "function"),
         calls_tool=bool(message.tool_calls),
-        reasoning_tokens=thoughts,
-        reasoning_kept=renderer.rules.reasoning_kept if thoughts else None,
+        reasoning_tokens=output.reasoning,
+        reasoning_kept=kept if output.reasoning else None,
         template=TEMPLATE,
+        boundaries=boundaries[-EXTRA_MAX:],
+        verbatim_tokens=0 if gone else output.verbatim,
     )
 
 

@@ -12,6 +12,9 @@ earlier reply is inferred:
   in other words, or not at all, and the prompt departs from it there.
 - An input that continues none shares with the earlier one most like it what its text shares.
 
+An input ends where generation-only content begins, which is not in it: that is U_end. Nothing says
+whose its last message is.
+
 Tokens are counted by the rule for text, per stretch. Every reply ends with one end token; an output
 of no text (a tool call that was not recorded) is that token alone.
 """
@@ -27,7 +30,7 @@ from typing import Annotated, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from backhaul.benchmarks.reuse.trace import Span, Turn, merged
+from backhaul.benchmarks.reuse.trace import Span, Turn, length, merged
 from backhaul.benchmarks.traces.dialogue import TextRules, generation_prefix
 from backhaul.benchmarks.traces.faults import LineFault, Skips
 from backhaul.benchmarks.traces.records import decode, read_lines
@@ -106,6 +109,7 @@ def _session(pieces: Pieces, rows: Sequence[tuple[int, _Line]], start: float) ->
             after="" if parent is None else parent.name,
             prompt=merged((*history, *generation_prefix())),
             output=request.output,
+            u_end=length(history),
         )
 
 

@@ -4,7 +4,8 @@
 only the last n observations and replace older ones by a line that counts theirs. That happens to
 one more observation at each step, so each prompt departs from the one before where it happens. n
 is taken from the rules, else from the run's recorded configuration. Runs that recorded the prompt
-of each step (``query``) are taken at that word instead.
+of each step (``query``) are taken at that word instead. Where an observation will be replaced at
+the next step, the position before it is one that an application would want kept.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from backhaul.benchmarks.reuse.trace import Turn
+from backhaul.benchmarks.reuse.trace import Turn, length
 from backhaul.benchmarks.traces.dialogue import (
     MESSAGES_MAX,
     Message,
@@ -97,11 +98,15 @@ def _turns(
     ]
     before = ""
     for step, i in enumerate(replies):
+        replaced = 0
         if recorded:
             forms = [renderer.form(*one) for one in zip(*queries[step], strict=True)]
         else:
             omitted = _omitted(entries[:i], kept)
             forms = [short[k] if k in omitted else full[k] for k in range(i)]
+            soon = min(_omitted(entries[: i + 2], kept) - omitted, default=0)
+            replaced = length(renderer.history(forms[:soon]))
+        stable = {*renderer.stable((), forms), replaced} - {0}
         turn = make_turn(
             renderer,
             renderer.history(forms),
@@ -111,7 +116,9 @@ def _turns(
             conversation=conversation,
             after=before,
             last=forms[-1].role if forms else "",
+            following=entries[i + 1].role if i + 1 < len(entries) else "",
             tools=tools,
+            boundaries=tuple(sorted(stable)),
         )
         before = turn.request
         yield turn

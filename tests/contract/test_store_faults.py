@@ -139,6 +139,22 @@ def test_a_killed_store_fails_cleanly_and_a_new_one_works(
         assert worker.read(lease, chain, BOUNDARY).ok and worker.holds(chain, BOUNDARY)
 
 
+def test_a_worker_that_only_reads_loses_nothing_to_a_restart(
+    daemon: Daemon, new_worker: Callable[[], Worker]
+) -> None:
+    """It made no call since, and is given a lease that somebody else got from the new daemon."""
+    reader = new_worker()
+    daemon.kill()
+    with running_daemon(daemon.port) as restarted:
+        writer = Worker(open_store(restarted.uri), reader.domain)
+        chain = hash_chain("a", BOUNDARY)
+        assert writer.publish(chain, BOUNDARY).visible
+        boundaries, lease = writer.lookup(chain)
+        assert boundaries == [BOUNDARY] and lease
+        assert reader.read(lease, chain, BOUNDARY).ok and reader.holds(chain, BOUNDARY)
+        writer.store.close()
+
+
 def test_nothing_needs_the_store_at_start() -> None:
     with running_daemon() as first:
         port = first.port

@@ -20,10 +20,12 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).parents[1] / "sim"))
 
 from e2e_kit import AlonePair, Session
+from sim_record import check_tags
 
-from backhaul.deploy.pair import Pair
+from backhaul.deploy.pair import EngineClient, Leg, Pair
 from backhaul.deploy.tiny_model import build_tiny_model
 
 HERE = Path(__file__).parent
@@ -40,6 +42,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.engine)
     # Its engines end with it. The others' stay to the end, and idle ones keep their cores busy.
     items.sort(key=lambda item: item.path.name != "test_families.py")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _every_answer_is_checked() -> Iterator[None]:
+    """Whatever is asked of an engine: the tags of its record hold, and what the record says was
+    reused is vLLM's own count of cached tokens."""
+    complete = EngineClient.complete
+
+    def checked(client: EngineClient, *args: Any, **options: Any) -> Leg:
+        leg = complete(client, *args, **options)
+        if leg.backhaul is not None:
+            record = check_tags(leg.backhaul)
+            reused = record.prompt_tokens - record.recomputed_tokens
+            # Of a prompt that was handed over, vLLM tells what the prefill engine had cached.
+            if "remote_prefill_cached_tokens" not in (options.get("transfer") or {}):
+                assert reused == leg.cached_tokens, (client.engine.name, record)
+        return leg
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EngineClient, "complete", checked)
+        yield
 
 
 @pytest.fixture(scope="session")

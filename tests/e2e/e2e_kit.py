@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import time
@@ -14,9 +15,15 @@ from typing import Any, Self
 
 import httpx
 
-from backhaul.deploy.engines import Engine, EngineSpec, StoreDaemon, backhaul_config
+from backhaul.deploy.engines import (
+    Engine,
+    EngineSpec,
+    StoreDaemon,
+    backhaul_config,
+    pair_config,
+)
 from backhaul.deploy.pair import EngineClient, Leg, Pair, Turn, scrape
-from backhaul.deploy.processes import Cluster
+from backhaul.deploy.processes import Cluster, free_port
 from backhaul.deploy.tiny_model import TOKEN_IDS
 from backhaul.protocols.layout import checkpoint_objects
 from backhaul.transfer.backends.inspector import StoreInspector
@@ -216,6 +223,9 @@ class AlonePair:
             "--max-model-len=4096",
         )
         options: Mapping[str, Any] = {"stream_min_bytes": 1, "publish_on": ["stop", "length"]}
+        self.events_port = free_port()
+        endpoint = f"tcp://*:{self.events_port}"
+        events = json.dumps({"enable_kv_cache_events": True, "endpoint": endpoint})
         self.engines = [
             Engine(
                 EngineSpec(
@@ -231,7 +241,10 @@ class AlonePair:
             for name, core, role, extra in (
                 ("producer", "0", "kv_producer", ()),
                 # Keeps every boundary locally, so that it holds the states that it publishes.
-                ("both", "1", "kv_both", ("--prefix-cache-retention-interval=32",)),
+                (
+                    *("both", "1", "kv_both"),
+                    ("--prefix-cache-retention-interval=32", f"--kv-events-config={events}"),
+                ),
                 ("consumer", "0", "kv_consumer", ()),
             )
         ]
@@ -253,8 +266,12 @@ class AlonePair:
 
 
 class Solo:
-    """One engine that runs Backhaul alone (``kv_both``), with a store of its own: it publishes what
-    it decodes, forgets it, and loads it again. Started by whoever runs ``services``."""
+    """One engine that runs Backhaul (``kv_both``): it publishes what it decodes, forgets it, and
+    loads it again. Started by whoever runs ``services``.
+
+    It has a store of its own, unless it shares another's ``store``; with ``nixl`` it runs Backhaul
+    beside NIXL, as one worker of a P/D pair.
+    """
 
     def __init__(
         self,
@@ -264,15 +281,19 @@ class Solo:
         core: str,
         args: Sequence[str],
         env: Mapping[str, str],
+        store: StoreDaemon | None = None,
+        nixl: bool = False,
     ) -> None:
-        self.store = StoreDaemon(log_dir, name=f"store-{model.name}", capacity="128MiB")
-        options: Mapping[str, Any] = {"stream_min_bytes": 1, "publish_on": ["stop", "length"]}
+        self.store = store or StoreDaemon(log_dir, name=f"store-{model.name}", capacity="128MiB")
+        configure = pair_config if nixl else backhaul_config
         self.engine = Engine(
             EngineSpec(
-                name=model.name,
+                name=model.name if store is None else f"{model.name}-decode",
                 model=model,
                 cores=core,
-                kv_transfer_config=backhaul_config(self.store.uri, **options),
+                kv_transfer_config=configure(
+                    self.store.uri, stream_min_bytes=1, publish_on=["stop", "length"]
+                ),
                 args=(
                     "--max-model-len=1024",
                     "--num-gpu-blocks-override=512",
@@ -282,7 +303,7 @@ class Solo:
             ),
             log_dir,
         )
-        self.services = (self.store, self.engine)
+        self.services = (self.engine,) if store else (self.store, self.engine)
         self.client = EngineClient(self.engine)
 
     def run(self, prompt: Sequence[int], max_tokens: int = 8, **more: Any) -> Leg:
@@ -344,25 +365,31 @@ def wait_until(condition: Any, what: str, seconds: float = 20.0) -> None:
         time.sleep(0.1)
 
 
+def block_hashes(prompt: Sequence[int], end: int) -> list[Any]:
+    """vLLM's own chained hashes of a prompt's blocks up to ``end``."""
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core.kv_cache_utils import hash_block_tokens, init_none_hash
+
+    function = get_hash_fn_by_name("sha256")
+    init_none_hash(function)
+    hashes: list[Any] = []
+    for start in range(0, end, B):
+        parent = hashes[-1] if hashes else None
+        hashes.append(hash_block_tokens(function, parent, prompt[start : start + B], None))
+    return hashes
+
+
 def published_checksums(
     uri: str, prompt: Sequence[int], end: int, *, ranks: int = 1
 ) -> list[set[str]]:
     """Checksums (hex) of all objects of the checkpoint at ``end``, as their writers gave them: one
     set a rank."""
     import grpc
-    from vllm.utils.hashing import get_hash_fn_by_name
-    from vllm.v1.core.kv_cache_utils import hash_block_tokens, init_none_hash
 
     from backhaul.protocols import store_pb2 as pb
     from backhaul.protocols import store_pb2_grpc as rpc
 
-    function = get_hash_fn_by_name("sha256")
-    init_none_hash(function)
-    hashes: list[bytes] = []
-    parent = None
-    for start in range(0, end, B):
-        parent = hash_block_tokens(function, parent, prompt[start : start + B], None)
-        hashes.append(bytes(parent))
+    hashes = [bytes(value) for value in block_hashes(prompt, end)]
     store = open_store(uri, client_name="test")
     with StoreInspector(uri, timeout_s=5) as inspector:
         domain = next(d for d in inspector.domains() if d.record.layout.ranks == ranks)

@@ -1,12 +1,13 @@
-"""Other model families, each on one real engine with Backhaul alone: it publishes, forgets, and
-resumes from the store.
+"""Other model families, each on one real engine: it publishes, forgets, and resumes from the store.
+Mamba-2 also runs on a pair, from prefill to decode by NIXL and back.
 
 Which families vLLM's CPU build can serve, and why the others cannot, is in docs/groups.md. The
-gated delta net is what every other end-to-end test runs.
+gated delta net is also what every other end-to-end test runs, in another model.
 """
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,16 +29,28 @@ from e2e_kit import (
 )
 from tiny_models import FAMILIES
 
+from backhaul.deploy.engines import StoreDaemon
 from backhaul.deploy.pair import scrape
 from backhaul.deploy.processes import Cluster
 
-SIDE_BY_SIDE = (("sliding-window", "full-attention"), ("mamba-2",))
+SIDE_BY_SIDE = (
+    ("sliding-window", "full-attention"),
+    ("short-convolution", "gated-delta-net"),
+    ("mamba-2",),
+)
 """Engines that run at once, one a core."""
+PAIRED = "mamba-2"
+"""Has both cores to itself: a prefill and a decode worker, Backhaul beside NIXL."""
 
-TOLERANCES = {"sliding-window": 1e-3, "full-attention": 1e-3, "mamba-2": COLD_TOLERANCE}
-"""Largest difference in log-probability (nats) between a loaded state and a cold recompute. All
-families here run in float32. Mamba-2's state is made by one kernel in decode steps and by another
-in prefill chunks, and the two differ by more than attention does."""
+TOLERANCES = dict.fromkeys(FAMILIES, 1e-3) | dict.fromkeys(
+    ("mamba-2", "gated-delta-net"), COLD_TOLERANCE
+)
+"""Largest difference in log-probability (nats) between a loaded state and a cold recompute. The
+gated delta net runs in bfloat16, the others in float32. Mamba-2's state is made by one kernel in
+decode steps and by another in prefill chunks, and the two differ by more than attention does."""
+
+
+DECODE = f"{PAIRED}, decode"
 
 
 class Fleet:
@@ -53,21 +66,28 @@ class Fleet:
         if name not in self._solos:
             self.stop()
             names = next(pair for pair in SIDE_BY_SIDE if name in pair)
-            self._solos = {
-                one: Solo(
-                    tiny_models.build(one, self._folder / one),
-                    self._folder,
-                    core=str(core),
-                    args=(*PROBE_ARGS, *FAMILIES[one].engine_args),
-                    env=PROBE_ENV,
-                )
-                for core, one in enumerate(names)
-            }
+            self._solos = {one: self._solo(one, str(core)) for core, one in enumerate(names)}
+            if name == PAIRED:
+                self._solos[DECODE] = self._solo(name, "1", self._solos[name].store)
             self._cluster = Cluster([s for solo in self._solos.values() for s in solo.services])
             self._cluster.__enter__()
             for solo in self._solos.values():
                 solo.client.complete([97], max_tokens=1)  # the first kernels
         return self._solos[name]
+
+    def _solo(self, family: str, core: str, store: StoreDaemon | None = None) -> Solo:
+        path = self._folder / family
+        own, probes = FAMILIES[family], PROBE_ENV["PYTHONPATH"]
+        paths = os.pathsep.join(filter(None, (own.env.get("PYTHONPATH"), probes)))
+        return Solo(
+            path if path.exists() else tiny_models.build(family, path),
+            self._folder,
+            core=core,
+            args=(*PROBE_ARGS, *own.engine_args),
+            env={**PROBE_ENV, **own.env, "PYTHONPATH": paths},
+            store=store,
+            nixl=family == PAIRED,
+        )
 
     def stop(self) -> None:
         """End what runs."""
@@ -104,6 +124,15 @@ def solo(family: str, _fleet: Fleet) -> Iterator[Solo]:
     solo.forget()
     yield solo
     solo.settle()
+
+
+@pytest.fixture
+def decode(family: str, solo: Solo, _fleet: Fleet) -> Iterator[Solo]:
+    """The other worker of the pair, which ``solo`` prefills for."""
+    assert family == PAIRED
+    decode = _fleet.engine(DECODE)
+    yield decode
+    decode.settle()
 
 
 def test_a_model_is_the_same_every_time_it_is_built(tmp_path: Path) -> None:
@@ -207,6 +236,31 @@ def test_wrong_bytes_break_the_comparison(
         assert bad.backhaul is not None and bad.backhaul["loaded_tokens"] == boundary(150, 45)
         assert not agree(good, bad, tolerance), mode
         solo.forget()  # the spoilt blocks must not serve another test
+
+
+@pytest.mark.parametrize("family", [PAIRED], indirect=True)
+@pytest.mark.parametrize("prompt_tokens", [150, 5 * B, 5 * B + 1])
+def test_a_conversation_goes_from_prefill_to_decode_and_back(
+    solo: Solo, decode: Solo, rng: random.Random, tolerance: float, prompt_tokens: int
+) -> None:
+    """The prompt's cache by NIXL, the reply's end through the store, twice."""
+    prompt = tokens(rng, prompt_tokens)
+    resumed = 0
+    for reply in (60, 30):
+        handed = {"do_remote_decode": True, "do_remote_prefill": False}
+        first = solo.run(prompt, 1, transfer=handed)
+        assert first.cached_tokens == resumed
+        second = decode.run(prompt, reply, transfer=first.kv_transfer_params)
+        record = second.backhaul
+        assert record is not None and record["other_tokens"] > 0, "NIXL hands the prompt over"
+        assert record["local_tokens"] + record["other_tokens"] == len(prompt) - 1
+        decode.settle()
+        resumed = boundary(len(prompt), reply)
+        prompt = [*prompt, *second.tokens, *tokens(rng, 24)]
+    leg = solo.run(prompt)
+    assert leg.backhaul is not None and leg.backhaul["selected"]["kind"] == "decode_end"
+    assert leg.cached_tokens == resumed
+    assert agree(leg, solo.cold(prompt), tolerance)
 
 
 # -- n-gram drafting, on the family without recurrent state -----------------------------------

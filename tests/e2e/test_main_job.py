@@ -5,8 +5,8 @@ from pathlib import Path
 
 import psutil
 from e2e_kit import Session
-from rich.console import Console
 
+from backhaul.deploy.console import Console
 from backhaul.deploy.demo import PLAN, play
 
 GRID = 32

@@ -17,6 +17,9 @@ from e2e_kit import Session, boundary, tokens
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "prometheus"))
 from prometheus_kit import running_prometheus
+from promql_kit import RULES, dashboard_expressions, exposed, rules, uses
+
+from backhaul.protocols.metrics import API_SERVER, STORE_PREFIX
 
 READ = {
     "",
@@ -36,7 +39,7 @@ def test_doctor_sees_one_domain_and_both_engines(pair: Session) -> None:
     pair.settle()
     urls = [engine.url for engine in pair.pair.engines.values()]
     engines = [f"--engine={url}" for url in urls]
-    store = [f"--store={pair.pair.store.uri}", f"--store-http={pair.pair.store.http_url}"]
+    store = [f"--store={pair.pair.store.uri}"]
     done = subprocess.run(
         # vLLM looks at the whole machine before it first shows its settings.
         [*COMMAND, "doctor", *store, *engines, "--json", "--timeout=60"],
@@ -70,9 +73,15 @@ def test_doctor_sees_one_domain_and_both_engines(pair: Session) -> None:
 
 @pytest.fixture(scope="module")
 def prometheus(_pair: Session, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    targets = [engine.url.removeprefix("http://") for engine in _pair.pair.engines.values()]
+    """Scrapes both engines and the store, with the alert rules loaded, once all three are up."""
+    engines = [engine.url.removeprefix("http://") for engine in _pair.pair.engines.values()]
+    jobs = {"vllm": engines, "backhaul-store": [_pair.pair.store.http_url.removeprefix("http://")]}
     folder = tmp_path_factory.mktemp("prometheus")
-    with running_prometheus(folder, {"vllm": targets}) as client:
+    with running_prometheus(folder, jobs, [RULES]) as client:
+        deadline = time.monotonic() + 60
+        while value_of(client, "sum(up)") < 3:
+            assert time.monotonic() < deadline, "both engines and the store are scraped"
+            time.sleep(0.5)
         yield client
 
 
@@ -88,28 +97,104 @@ def value_of(client: httpx.Client, expression: str) -> float:
 def test_a_real_prometheus_sees_what_a_turn_did(
     pair: Session, prometheus: httpx.Client, rng: random.Random
 ) -> None:
+    """And vLLM's own count of cached tokens by source agrees: what was loaded came from a host's
+    memory, what the engine held from its device."""
     loaded = 'sum(backhaul:loaded_tokens_total{kind="decode_end"})'
     selected = 'sum(backhaul:requests_total{selected="decode_end"})'
     deadline = time.monotonic() + 60
-    while value_of(prometheus, "sum(up)") < 2:
-        assert time.monotonic() < deadline, "both engines are scraped"
-        time.sleep(0.5)
-    source = 'sum(vllm:prompt_tokens_cached_by_source_total{source="host"})'
-    before = {name: value_of(prometheus, name) for name in (loaded, selected, source)}
+    prefill = f'instance="{pair.pair.prefill.engine.url.removeprefix("http://")}"'
+    by_source = "sum(vllm:prompt_tokens_cached_by_source_total{%s,source%s})"
+    source, device = by_source % (prefill, '="host"'), by_source % (prefill, '="device"')
+    other = by_source % (prefill, '!~"host|device"')
+    names = (loaded, selected, source, device, other)
+    before = {name: value_of(prometheus, name) for name in names}
     first = pair.tokens(300)
     turn = pair.turn(first, 70)
     pair.settle()
     pair.forget_locally()
     leg = pair.prefill([*first, *turn.decode.tokens, *tokens(rng, 24)])
     assert leg.cached_tokens == boundary(300, 70)
-    # The three are counted at different moments of one request, so a scrape may fall between them.
+    again = pair.prefill([*first, *turn.decode.tokens, *tokens(rng, 24)])
+    assert again.cached_tokens == again.backhaul["local_tokens"] > 0
+    # They are counted at different moments of a request, so a scrape may fall between them.
     expected = {
         loaded: leg.cached_tokens,
         selected: 1,
         source: leg.cached_tokens,
-    }  # vLLM's own last
+        device: again.cached_tokens,
+        other: 0,
+    }
     while not all(value_of(prometheus, name) - before[name] >= n for name, n in expected.items()):
         assert time.monotonic() < deadline, "the turn is scraped"
         pair.nudge(pair.pair.prefill)
         time.sleep(1)
     assert {name: value_of(prometheus, name) - before[name] for name in expected} == expected
+
+
+def series_of(client: httpx.Client) -> list[dict[str, str]]:
+    """Labels of every series of ours that was scraped, the name among them."""
+    query = {"match[]": '{__name__=~"backhaul:.*"}'}
+    found: list[dict[str, str]] = client.get("/api/v1/series", params=query).json()["data"]
+    return [one for one in found if not one["__name__"].endswith("_created")]
+
+
+def test_the_whole_set_of_metrics_arrives_from_every_engine_and_the_store(
+    pair: Session, prometheus: httpx.Client
+) -> None:
+    """Each name with its own labels and vLLM's, every value of each label, and nothing else."""
+    engines = {engine.url.removeprefix("http://") for engine in pair.pair.engines.values()}
+    store = pair.pair.store.http_url.removeprefix("http://")
+    pair.nudge(pair.pair.prefill)  # `info` is there with an engine's first step
+    pair.nudge(pair.pair.decode)
+    wanted = {
+        (instance, name)
+        for name in exposed()
+        for instance in ([store] if name.startswith(STORE_PREFIX) else engines)
+    }
+    deadline = time.monotonic() + 30
+    while {(one["instance"], one["__name__"]) for one in series_of(prometheus)} != wanted:
+        assert time.monotonic() < deadline, wanted ^ {
+            (one["instance"], one["__name__"]) for one in series_of(prometheus)
+        }
+        time.sleep(1)
+    values: dict[tuple[str, str, str], set[str]] = {}
+    for one in series_of(prometheus):
+        name, metric = one["__name__"], exposed()[one["__name__"]]
+        own = {label.name for label in metric.labels} | ({"le"} & one.keys())
+        theirs = {"__name__", "instance", "job"}
+        if not name.startswith(STORE_PREFIX) and metric not in API_SERVER.values():
+            theirs |= {"engine", "model_name"}
+            assert one["engine"] == "0", "one engine, one series"
+        assert one.keys() == own | theirs, one
+        for label in own:
+            values.setdefault((one["instance"], name, label), set()).add(one[label])
+    for (_, name, label), found in values.items():
+        known = {one.name: set(one.values) for one in exposed()[name].labels}.get(label)
+        if known and name != "backhaul:info":
+            assert found == known, (name, label)
+
+
+@pytest.mark.parametrize("what", ["dashboard", "alerts"])
+def test_what_operators_look_at_finds_its_series(
+    pair: Session, prometheus: httpx.Client, what: str
+) -> None:
+    """Prometheus accepts every expression, and every selector in it meets a series of a running
+    engine or store."""
+    expressions = (
+        dashboard_expressions()
+        if what == "dashboard"
+        else {rule["alert"]: rule["expr"] for rule in rules()}
+    )
+    pair.nudge(pair.pair.prefill)
+    for title, expression in expressions.items():
+        reply = prometheus.get("/api/v1/query", params={"query": expression}).json()
+        assert reply["status"] == "success", (title, reply)
+        for use in uses(expression):
+            matchers = ",".join(f'{name}{sign}"{value}"' for name, sign, value in use.matchers)
+            selector = f"{use.metric}{{{matchers}}}"
+            found = prometheus.get("/api/v1/query", params={"query": f"count({selector})"}).json()
+            assert found["data"]["result"], f"{title}: nothing is scraped as {selector}"
+    groups = prometheus.get("/api/v1/rules").json()["data"]["groups"]
+    states = {rule["name"]: rule["health"] for group in groups for rule in group["rules"]}
+    assert states.keys() == {rule["alert"] for rule in rules()}
+    assert "err" not in states.values(), states

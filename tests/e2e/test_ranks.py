@@ -26,7 +26,14 @@ from e2e_kit import (
     worst_difference,
 )
 
-from backhaul.deploy.engines import WORKER_TITLE, Engine, EngineSpec, StoreDaemon, backhaul_config
+from backhaul.deploy.engines import (
+    WORKER_TITLE,
+    Engine,
+    EngineSpec,
+    StoreDaemon,
+    backhaul_config,
+    pair_config,
+)
 from backhaul.deploy.pair import EngineClient, Leg, scrape
 from backhaul.deploy.processes import Cluster
 from backhaul.deploy.tiny_model import build_tiny_model
@@ -62,13 +69,15 @@ class Ranks:
             args=(f"--publication-ttl={PUBLICATION_TTL_S}",),
         )
         engines = {kind: ARGS[kind]} | ({"single": ()} if kind == "tensor" else {})
+        # Engines of one and two ranks are workers of one P/D pair, Backhaul beside NIXL.
+        configure = pair_config if kind == "tensor" else backhaul_config
         self.engines = [
             Engine(
                 EngineSpec(
                     name=name,
                     model=model,
                     cores="0|1" if name == kind else "0",
-                    kv_transfer_config=backhaul_config(
+                    kv_transfer_config=configure(
                         self.store.uri,
                         stream_min_bytes=1,
                         publish_on=["stop", "length"],
@@ -257,6 +266,30 @@ def test_a_checkpoint_of_another_number_of_ranks_is_converted(
     assert of[chosen["domain"]] == source
     salt = uuid.uuid4().hex
     cold = loading.complete(second, max_tokens=8, logprobs=10, ignore_eos=True, cache_salt=salt)
+    assert agree(leg, cold, COLD_TOLERANCE)
+
+
+@pytest.mark.parametrize("ranks", ["tensor"], indirect=True)
+@pytest.mark.parametrize(("prefilling", "decoding"), [(1, RANKS), (RANKS, 1)])
+def test_a_turn_goes_from_prefill_to_decode_and_back(
+    ranks: Ranks, rng: random.Random, prefilling: int, decoding: int
+) -> None:
+    """Over workers of different sizes: the prompt by NIXL, the reply's end through the store."""
+    prefill, decode = ranks.clients[prefilling], ranks.clients[decoding]
+    prompt = tokens(rng, 300)
+    handed = {"do_remote_decode": True, "do_remote_prefill": False}
+    first = prefill.complete(prompt, max_tokens=1, transfer=handed)
+    transfer = first.kv_transfer_params
+    reply = decode.complete(prompt, max_tokens=60, ignore_eos=True, transfer=transfer)
+    assert reply.backhaul is not None
+    assert reply.backhaul["other_tokens"] >= len(prompt) - 1, "the prompt was handed over"
+    ranks.assert_idle()
+    second = [*prompt, *reply.tokens, *tokens(rng, 24)]
+    leg = prefill.complete(second, max_tokens=8, logprobs=10, ignore_eos=True)
+    assert leg.backhaul is not None and leg.backhaul["selected"]["kind"] == "decode_end"
+    assert leg.cached_tokens == END
+    salt = uuid.uuid4().hex
+    cold = prefill.complete(second, max_tokens=8, logprobs=10, ignore_eos=True, cache_salt=salt)
     assert agree(leg, cold, COLD_TOLERANCE)
 
 

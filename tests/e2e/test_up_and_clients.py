@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import functools
 import json
 import os
 import re
@@ -11,9 +11,9 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,28 +21,25 @@ import anthropic
 import httpx
 import psutil
 import pytest
-from e2e_kit import B
+from e2e_kit import COLD_TOLERANCE, B, agree
+from loss_kit import CASES, TOOL, Resumed, as_leg, lose, template_source
+from openai import OpenAI
+from typer.testing import CliRunner
 from up_kit import MODEL, SPELLED, Ends, Template, Turn, Up, ask, predicted
 
-from backhaul.deploy.tiny_model import TOKEN_IDS
+from backhaul.benchmarks.reuse.record import (
+    Arm,
+    ArmResult,
+    EndFate,
+    RequestResult,
+    Source,
+    read_results,
+    write_results,
+)
+from backhaul.benchmarks.reuse.relations import Relations
+from backhaul.deploy.cli import app
 
 START_S = 420.0
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "look",
-        "description": "Look something up.",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "key": {"type": "string"},
-                "exact": {"type": "boolean"},
-                "near": {"type": "object"},
-            },
-            "required": ["key"],
-        },
-    },
-}
 PLAIN = {"chat_template_kwargs": {"enable_thinking": False}}
 """For the model's own template: without it the parser takes all output for reasoning."""
 
@@ -52,21 +49,11 @@ def sentence(length: int) -> dict[str, Any]:
     return PLAIN | {"structured_outputs": {"regex": f"[a-z ]{{{length - 1}}}[a-z]"}}
 
 
-def template_source(name: str) -> str:
-    """A vendor's template: ``trl/x`` or one of scripts/fetch_templates."""
-    package, _, stem = name.partition("/")
-    folder = Path(sys.prefix) / "share" / "backhaul-templates" / package
-    if package == "trl":
-        spec = importlib.util.find_spec("trl")
-        assert spec is not None and spec.origin is not None
-        folder = Path(spec.origin).parent / "chat_templates"
-    return (folder / f"{stem}.jinja").read_text()
-
-
 @pytest.fixture(scope="module")
 def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     logs = tmp_path_factory.mktemp("up")
     command = [sys.executable, "-m", "backhaul.deploy.cli", "up", "--listen", "127.0.0.1:0"]
+    command += ["--store-listen", "127.0.0.1:0", "--store-http", "127.0.0.1:0"]
     command += ["--log-dir", str(logs), "--proxy-arg=--prefill-timeout=25"]
     # A busy machine.
     command += ["--connector-option=lookup_timeout_s=5", "--connector-option=publication_wait_s=2"]
@@ -144,7 +131,7 @@ CALL = (
     "<tool_call>\n<function=look>\n<parameter=key>\nleft or right, whichever it is"
     "\n</parameter>\n</function>\n</tool_call>"
 )
-THOUGHT, ANSWER = "[a-z][a-z ]{40}[a-z]\n</think>\n\n", "[a-z][a-z ]{40}[a-z]"
+THOUGHT, ANSWER = "[a-z][a-z ]{22}[a-z]\n</think>\n\n", "[a-z][a-z ]{22}[a-z]"
 DIALOGUE = [
     ({"role": "user", "content": "good morning " * 4}, ANSWER),
     ({"role": "user", "content": "use the tool " * 4}, CALL),
@@ -163,8 +150,14 @@ DIALOGUE = [
         ({}, False, "input_end input_end input_end input_end"),
         # Asked to, it keeps them; then it is up to the client.
         ({"preserve_thinking": True}, True, "decode_end decode_end decode_end decode_end"),
+        ({"preserve_thinking": True}, False, "input_end input_end input_end input_end"),
     ],
-    ids=["template drops, client returns", "both drop", "template keeps, client returns"],
+    ids=[
+        "template drops, client returns",
+        "both drop",
+        "template keeps, client returns",
+        "template keeps, client drops",
+    ],
 )
 def test_five_turns_of_a_reasoning_model(
     up: Up, arguments: dict[str, Any], keep: bool, kinds: str
@@ -194,7 +187,7 @@ def test_five_turns_of_a_reasoning_model(
         )
         assert turn.handover == "done"
         assert turn.input_ids == template.tokens(messages, add_generation_prompt=True, **values)
-        assert len(turn.message["reasoning"].strip()) >= 32
+        assert len(turn.message["reasoning"].strip()) == 24
         assert bool(turn.message.get("tool_calls")) is (number == 1)
         kind, boundary = predicted(ends, turn.input_ids)
         check(turn, kind, boundary)
@@ -217,89 +210,48 @@ def check(turn: Turn, kind: str, boundary: int) -> None:
     assert turn.record["loaded_tokens"] == turn.cached == boundary
 
 
-@dataclass(frozen=True)
-class Loss:
-    """A reply that does not come back token for token.
-
-    Attributes:
-        template: the vendor's, whose rewriting it is.
-        says: what the model says after its thoughts.
-        back: the client's message from the model's.
-        more: further parameters of the first request.
-    """
-
-    template: str
-    says: str
-    back: Callable[[dict[str, Any]], dict[str, Any]] = lambda message: message
-    more: Mapping[str, Any] = field(default_factory=dict)
+@pytest.fixture(scope="module")
+def resumed(up: Up) -> Callable[[str], Resumed]:
+    """Two turns of each case, held once."""
+    return functools.cache(lambda name: lose(up, CASES[name][0]))
 
 
-def xml_call(**arguments: str) -> str:
-    body = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in arguments.items())
-    return f"<tool_call>\n<function=look>\n{body}</function>\n</tool_call>"
-
-
-LONG = "somewhere down the road or in the house"
-STOP = "X" * 40
-QWEN35, QWEN36, QWEN38 = "trl/qwen3_5_think", "trl/qwen3_6", "trl/qwen3_8"
-KIMI = "xinference/Kimi-K2.5"
-KIMI_SAYS = (
-    "<|tool_calls_section_begin|><|tool_call_begin|>functions.look:0<|tool_call_argument_begin|>"
-    f'{{"key": "{LONG}"}}<|tool_call_end|><|tool_calls_section_end|>'
-)
-
-
-def kimi_call(name: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """The call that Kimi's text means, which the engine's parser does not know, with this id."""
-    function = {"name": "look", "arguments": f'{{"key": "{LONG}"}}'}
-    call = {"id": name, "type": "function", "function": function}
-    return lambda message: message | {"content": "", "tool_calls": [call]}
-
-
-RESPONSE = str(TOKEN_IDS["<tool_response>"])
-SPELL, TOKEN = ({"logit_bias": SPELLED | {RESPONSE: bias}} for bias in (-100, 100))
-CASES = {
-    "booleans": (Loss(QWEN35, xml_call(exact="true", key=LONG)), "input_end"),
-    "booleans as JSON": (Loss(QWEN36, xml_call(exact="true", key=LONG)), "decode_end"),
-    "JSON spacing": (Loss(QWEN36, xml_call(near='{"a":"b"}', key=LONG)), "input_end"),
-    "JSON as the template": (Loss(QWEN36, xml_call(near='{"a": "b"}', key=LONG)), "decode_end"),
-    "trimmed white space": (Loss(QWEN38, f"  {LONG}"), "input_end"),
-    "nothing to trim": (Loss(QWEN38, LONG), "decode_end"),
-    "renamed call ids": (Loss(KIMI, KIMI_SAYS, kimi_call("call_1")), "input_end"),
-    "call ids kept": (Loss(KIMI, KIMI_SAYS, kimi_call("functions.look:0")), "decode_end"),
-    # The same text either way; only one of them is how it is tokenised when it comes back.
-    "token spelled in bytes": (Loss(QWEN38, f"<tool_response>{LONG}", more=SPELL), "input_end"),
-    "token as itself": (Loss(QWEN38, f"<tool_response>{LONG}", more=TOKEN), "decode_end"),
-    "no end token": (Loss(QWEN38, LONG, more={"max_tokens": len(LONG) - 1}), "input_end"),
-    "cut at a stop string": (Loss(QWEN38, LONG + STOP, more={"stop": [STOP]}), "input_end"),
-}
-
-
-@pytest.mark.parametrize(("loss", "kind"), CASES.values(), ids=CASES)
-def test_what_is_lost_when_a_reply_is_written_again(up: Up, loss: Loss, kind: str) -> None:
+@pytest.mark.parametrize(("name", "kind"), [(name, kind) for name, (_, kind) in CASES.items()])
+def test_what_is_lost_when_a_reply_is_written_again(
+    resumed: Callable[[str], Resumed], name: str, kind: str
+) -> None:
     """U_end takes over where a template or a client changes tokens of the reply, and only there."""
-    template = Template(template_source(loss.template), up.model)
-    arguments = {"enable_thinking": False, "thinking": False}
-    values = {"tools": [TOOL], **arguments}
-    messages: list[Any] = [
-        {"role": "user", "content": f"case {loss.says}{dict(loss.more)} " + "and so on " * 4}
-    ]
-    more = dict(loss.more)
-    extra = {"chat_template": template.source, "chat_template_kwargs": arguments}
-    bias = {"logit_bias": more.pop("logit_bias", SPELLED)}
-    said = {"structured_outputs": {"choice": [loss.says]}}
-    first = ask(up, messages, tools=[TOOL], extra_body=extra | bias | said, **more)
-    ends = Ends.of(first, template.tokens(messages, **values))
-    messages.append(loss.back(first.message))
-    if calls := messages[-1].get("tool_calls"):
-        messages.append({"role": "tool", "tool_call_id": calls[0]["id"], "content": "found"})
-    else:
-        messages.append({"role": "user", "content": "go on"})
-    up.forget()
-    second = ask(up, messages, tools=[TOOL], extra_body=extra, max_tokens=4)
-    assert second.input_ids == template.tokens(messages, add_generation_prompt=True, **values)
-    check(second, *predicted([ends], second.input_ids))
-    assert second.record["selected"]["kind"] == kind
+    turns = resumed(name)
+    check(turns.second, *predicted([turns.ends], turns.second.input_ids))
+    assert turns.second.record["selected"]["kind"] == kind
+    if kind == "input_end":
+        cold = turns.again(cache_salt=uuid.uuid4().hex)
+        assert cold.cached == 0 and len(cold.output_ids) == 4
+        assert agree(as_leg(turns.second), as_leg(cold), COLD_TOLERANCE)
+
+
+def test_what_was_lost_is_in_the_report(resumed: Callable[[str], Resumed], tmp_path: Path) -> None:
+    """Two of these dialogues, one of which came back as it was said."""
+    results, report = tmp_path / "results.jsonl", tmp_path / "report"
+    relations = Relations(B, handed_tokens=1)
+    arm = Arm(source=Source.REAL, workload="clients", policy="both", model=MODEL)
+    with results.open("wb") as file:
+        for name in ("booleans", "booleans as JSON"):
+            write_results(resumed(name).lines(arm, relations, name), file)
+        write_results([ArmResult(arm=arm, seconds=1.0, requests=4)], file)
+    lines = [line for line in read_results(results) if isinstance(line, RequestResult)]
+    lost, kept = [line for line in lines if line.relation.continuation]
+    assert (lost.decode_end, lost.input_end) == (EndFate.REWRITTEN, EndFate.SELECTED)
+    assert (kept.decode_end, kept.selected) == (EndFate.SELECTED, "decode_end")
+    said = CliRunner().invoke(app, ["report", str(results), "--output", str(report)])
+    assert said.exit_code == 0, said.output
+    page = (report / "report.md").read_text()
+    table = re.search(r"^(\|.*input_end_fallback_rate.*)\n.*\n(.*)$", page, re.MULTILINE)
+    assert table is not None
+    heads, row = table.groups()
+    answers = dict(zip(heads.split("|"), row.split("|"), strict=True))
+    assert answers[" input_end_fallback_rate "] == answers[" where rewritten "] == " 100.0% "
+    assert answers[" D_end missed "].startswith(" 50.0%")
 
 
 @pytest.mark.parametrize(
@@ -328,32 +280,157 @@ def test_a_reply_that_comes_back_changed_falls_back_to_input_end(up: Up, change:
     assert second.cached == selected["boundary"] < first.decode_end
 
 
+FORCED = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "Look left or right.",
+        "strict": True,
+        "parameters": {
+            "type": "object",
+            "properties": {"key": {"type": "string", "enum": ["left", "right"]}},
+            "required": ["key"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
 def test_a_forced_call_resumes_at_what_was_put_in(up: Up) -> None:
     """``strict`` keeps the arguments to the schema; the reply is JSON, which history is not."""
     messages: list[Any] = [{"role": "user", "content": "use the tool " + "now " * 60}]
-    function = TOOL["function"] | {"strict": True}  # type: ignore[operator]
-    tools = [TOOL | {"function": function}]
     first = ask(
         up,
         messages,
-        tools=tools,
+        tools=[FORCED],
         tool_choice={"type": "function", "function": {"name": "look"}},
-        extra_body=PLAIN | {"seed": 1},
+        extra_body=PLAIN,
     )
     (call,) = first.message["tool_calls"]
     assert call["function"]["name"] == "look"
     up.settle()
     messages += [first.message, {"role": "tool", "tool_call_id": call["id"], "content": "42"}]
-    turn = ask(up, messages, tools=tools, extra_body=sentence(70))
+    turn = ask(up, messages, tools=[FORCED], extra_body=sentence(70))
     assert turn.handover == "done"
     assert turn.record["local_tokens"] + turn.record["loaded_tokens"] > 0
 
 
-def test_the_messages_api_resumes_at_what_was_said_before(up: Up) -> None:
+def shape(value: Any) -> Any:
+    """What an answer looks like, whatever it says."""
+    if isinstance(value, Mapping):
+        return {name: shape(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [shape(one) for one in value]
+    return type(value).__name__
+
+
+def test_log_probabilities_are_those_of_a_direct_call(up: Up) -> None:
+    body: dict[str, Any] = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "how likely? " + "and so on " * 8}],
+        "max_tokens": 6,
+        "temperature": 0,
+        "logprobs": True,
+        "top_logprobs": 3,
+        "extra_body": PLAIN | {"ignore_eos": True},
+    }
+    direct = OpenAI(base_url=f"{up.engines['decode-0']}/v1", api_key="none", max_retries=0)
+    found = []
+    for client, handover in ((up.client, "done"), (direct, None)):
+        raw = client.chat.completions.with_raw_response.create(**body)
+        assert raw.headers.get("x-backhaul-handover") == handover
+        whole = raw.parse().choices[0].logprobs.model_dump()
+        chunks = client.chat.completions.create(stream=True, **body)
+        streamed = [one.logprobs.model_dump() for c in chunks for one in c.choices if one.logprobs]
+        assert len(whole["content"]) == sum(len(some["content"]) for some in streamed) == 6
+        found.append((shape(whole), [shape(some) for some in streamed]))
+    assert found[0] == found[1]
+
+
+def test_two_choices(up: Up) -> None:
+    """Not handed over, since the second choice would read what prefill has freed; answered."""
+    body: dict[str, Any] = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "say it twice " * 8}],
+        "max_tokens": 60,
+        "n": 2,
+        "temperature": 1.0,
+        "extra_body": sentence(20),
+    }
+    raw = up.client.chat.completions.with_raw_response.create(**body)
+    assert raw.headers["x-backhaul-handover"] == "several_choices"
+    answer = raw.parse()
+    said = {choice.index: choice.message.content for choice in answer.choices}
+    streamed = {0: "", 1: ""}
+    ended = set()
+    for chunk in up.client.chat.completions.create(stream=True, **body):
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.delta.content or ""
+            if choice.finish_reason:
+                ended.add((choice.index, choice.finish_reason))
+    assert ended == {(0, "stop"), (1, "stop")}
+    for texts in (said, streamed):
+        assert {n: len(text) for n, text in texts.items()} == {0: 20, 1: 20}
+        assert texts[0] != texts[1]
+    assert answer.usage.completion_tokens == 2 * 21
+
+
+def test_a_forced_call_streams(up: Up) -> None:
+    """The official client puts the pieces of the call together."""
+    body: dict[str, Any] = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "use the tool as a stream " + "now " * 40}],
+        "tools": [FORCED],
+        "tool_choice": {"type": "function", "function": {"name": "look"}},
+        "max_tokens": 400,
+        "extra_body": PLAIN,
+    }
+    with up.client.chat.completions.stream(**body) as stream:
+        kinds = [event.type for event in stream]
+        choice = stream.get_final_completion().choices[0]
+    assert kinds.count("tool_calls.function.arguments.done") == 1
+    assert "tool_calls.function.arguments.delta" in kinds
+    (call,) = choice.message.tool_calls
+    assert call.function.name == "look" and call.id
+    # The grammar lets white space stand around a parameter.
+    assert json.loads(call.function.arguments)["key"].strip() in ("left", "right")
+    whole = up.client.chat.completions.create(**body).choices[0]
+    assert (whole.finish_reason, whole.message.tool_calls[0].function.arguments) == (
+        choice.finish_reason,
+        call.function.arguments,
+    )
+
+
+def test_a_batch_has_an_end_of_input_for_each_of_its_conversations(up: Up) -> None:
+    """vLLM's batch route, which proxies do not serve; asked of the prefill engine twice, the second
+    time with an empty prefix cache and longer histories."""
+    url = f"{up.engines['prefill-0']}/v1/chat/completions/batch"
+    first = [[{"role": "user", "content": f"{name} of a batch " * 8}] for name in ("one", "two")]
+    body = {"model": MODEL, "max_tokens": 1, "chat_template_kwargs": {"enable_thinking": False}}
+    engine = up.engine("prefill-0")
+    before = engine.metrics()
+    httpx.post(url, json={**body, "messages": first}, timeout=60).raise_for_status()
+    up.forget()
+    more = [{"role": "assistant", "content": "yes"}, {"role": "user", "content": "more"}]
+    later = [[*messages, *more] for messages in first]
+    httpx.post(url, json={**body, "messages": later}, timeout=60).raise_for_status()
+    up.settle()
+    after = engine.metrics()
+
+    def counted(sample: str) -> float:
+        return after[sample] - before.get(sample, 0.0)
+
+    assert counted("backhaul:u_end_total{outcome=filled}") == 4
+    assert counted("backhaul:requests_total{selected=none}") == 2
+    assert counted("backhaul:requests_total{selected=input_end}") == 2
+
+
+def test_the_messages_api_resumes_at_decode_end(up: Up) -> None:
     """Anthropic's official client. The API has no field for token ids, and yet one render serves
     both legs: ids come by way of prefill's record."""
     said = {"type": "string", "pattern": "^[a-z ]{70}$"}
     messages: list[Any] = []
+    before = 0
     with anthropic.Anthropic(base_url=up.url, api_key="none", max_retries=0) as client:
         for number in range(3):
             messages.append({"role": "user", "content": f"message {number} " + "and so on " * 8})
@@ -377,9 +454,11 @@ def test_the_messages_api_resumes_at_what_was_said_before(up: Up) -> None:
             record = json.loads(headers["x-backhaul-prefill"])
             cached = answer.usage.cache_read_input_tokens or 0
             assert cached == record["local_tokens"] + record["loaded_tokens"]
-            assert answer.usage.input_tokens + cached == record["prompt_tokens"]
-            assert bool(cached) is (number > 0)
+            # Without the last token, which a hand-over leaves to decode.
+            assert answer.usage.input_tokens + cached == record["prompt_tokens"] + 1
+            assert cached == before
             assert answer.stop_reason == "end_turn"
+            before = (record["prompt_tokens"] + answer.usage.output_tokens) // B * B
             messages.append({"role": "assistant", "content": answer.content[0].text})
             up.settle()
 

@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,9 @@ class Family:
         sizes: fields of its configuration beyond ``COMMON``.
         recurrent, windows: which KV cache groups vLLM makes of it beside full attention.
         norm: what a norm's weight must be to scale by 1 (0 where the model adds 1 itself).
-        args: engine arguments that this family needs.
+        dtype: what the engine computes in. In float32 orders of summation differ by less than
+            1e-4 nats.
+        args, env: engine arguments and environment that this family needs.
     """
 
     model_type: str
@@ -38,14 +40,17 @@ class Family:
     recurrent: bool = False
     windows: bool = False
     norm: float = 1.0
+    dtype: str = "float32"
     args: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def engine_args(self) -> tuple[str, ...]:
         """Also makes the engine keep every boundary's states locally, so that it holds those that
         it publishes; vLLM refuses the option where there is nothing to keep."""
         keep = ("--prefix-cache-retention-interval=32",)
-        return (*self.args, *(keep if self.recurrent or self.windows else ()))
+        dtype = f"--dtype={self.dtype}"
+        return (dtype, *self.args, *(keep if self.recurrent or self.windows else ()))
 
 
 COMMON: dict[str, Any] = {
@@ -69,6 +74,9 @@ NGRAM = {
     "prompt_lookup_max": 3,
 }
 
+NO_PICTURES = str(Path(__file__).parent / "no_pictures")
+"""Holds what the import of a model with pictures needs; see there."""
+
 # A state page must not be larger than 32 tokens of attention KV: vLLM would make larger blocks.
 FAMILIES = {
     "mamba-2": Family(
@@ -79,6 +87,25 @@ FAMILIES = {
         },
         # The CPU kernel cannot export a state from inside a chunk: no chunk longer than a block.
         recurrent=True, args=("--max-num-batched-tokens=32", "--max-num-seqs=4"),
+    ),
+    "short-convolution": Family(
+        "lfm2",
+        {
+            "num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "conv"],
+            "num_attention_heads": 2, "block_ff_dim": 256, "block_auto_adjust_ff_dim": False,
+            "block_dim": 128, "conv_dim": 128, "conv_L_cache": 3, "tie_word_embeddings": True,
+        },
+        # vLLM's CPU kernel turns queries of three dimensions wrongly, and LFM2 passes such ones.
+        recurrent=True, args=('--compilation-config={"custom_ops": ["all", "-rotary_embedding"]}',),
+    ),
+    "gated-delta-net": Family(
+        "qwen3_5_text",
+        {
+            "num_hidden_layers": 4, "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+            "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 64,
+            "linear_value_head_dim": 64, "linear_conv_kernel_dim": 4, "head_dim": 192,
+        },
+        recurrent=True, norm=0.0, dtype="bfloat16", env={"PYTHONPATH": NO_PICTURES},
     ),
     "full-attention": Family(
         "qwen3",
@@ -108,12 +135,13 @@ def build(name: str, directory: Path, *, seed: int = 0) -> Path:
     tensors = {
         key: _draw(key, shape, family, generator)
         for key, shape in ((k, tuple(v.shape)) for k, v in sorted(model.state_dict().items()))
+        if not (config.tie_word_embeddings and key.startswith("lm_head"))
     }
     directory.mkdir(parents=True)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     settings = config.to_dict() | {
         "architectures": [type(model).__name__],
-        "dtype": "float32",  # orders of summation then differ by less than 1e-4 nats
+        "dtype": family.dtype,
     }
     (directory / "config.json").write_text(json.dumps(settings, indent=2, sort_keys=True))
     write_tokenizer(directory)
@@ -140,6 +168,8 @@ def _draw(
 
 def _rule(key: str, family: Family) -> tuple[float, float | None]:
     """Mean and deviation (None: 1/sqrt(inputs)) of a tensor."""
+    if "linear_attn.norm" in key:
+        return 1.0, 0.0  # the one norm there to which nothing is added
     if re.search("(q|k)_norm", key):
         return family.norm + 0.8, 0.0  # attention falls on a few tokens
     if "norm" in key:
@@ -148,7 +178,8 @@ def _rule(key: str, family: Family) -> tuple[float, float | None]:
         return 1.0, 0.0
     if key.endswith("bias"):
         return 0.0, 0.1
-    if "lm_head" in key:
+    tied = family.sizes.get("tie_word_embeddings", False)
+    if "lm_head" in key or (tied and "embed_tokens" in key):
         return 0.0, _HEAD / math.sqrt(int(COMMON["hidden_size"]))
     if "embed" in key:
         return 0.0, 1.0

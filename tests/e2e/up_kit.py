@@ -68,7 +68,8 @@ class Turn:
     """One answer: the message, what prefill said of it, and the counts that the client was told.
 
     ``input_ids`` and ``output_ids`` are what the engine saw and sampled, the end token included;
-    streams tell them as well.
+    streams tell them as well. ``logprobs``: of every token, where they were asked for, token id ->
+    log-probability of the best ones.
     """
 
     message: dict[str, Any]
@@ -80,6 +81,7 @@ class Turn:
     finish: str
     input_ids: list[int]
     output_ids: list[int]
+    logprobs: tuple[dict[int, float], ...] = ()
 
     @property
     def text(self) -> str:
@@ -93,7 +95,11 @@ class Turn:
 
 def ask(up: Up, messages: Sequence[Any], *, stream: bool = False, **more: Any) -> Turn:
     """One request through the proxy, by the official client."""
-    extra = {"return_token_ids": True, **more.pop("extra_body", {})}
+    extra = {
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
+        **more.pop("extra_body", {}),
+    }
     options: dict[str, Any] = {
         "model": MODEL, "messages": messages, "max_tokens": 400, "extra_body": extra, **more,
     }  # fmt: skip
@@ -111,6 +117,7 @@ def ask(up: Up, messages: Sequence[Any], *, stream: bool = False, **more: Any) -
             "usage": answer.usage,
             "input_ids": answer.prompt_token_ids,
             "output_ids": choice.token_ids,
+            "logprobs": _by_token(choice.logprobs),
         }
     usage = parts.pop("usage")
     details = usage.prompt_tokens_details
@@ -121,6 +128,15 @@ def ask(up: Up, messages: Sequence[Any], *, stream: bool = False, **more: Any) -
         cached=details.cached_tokens if details and details.cached_tokens else 0,
         output=usage.completion_tokens,
         **parts,
+    )
+
+
+def _by_token(logprobs: Any) -> tuple[dict[int, float], ...]:
+    """Tokens are named ``token_id:N``."""
+    content = logprobs.content if logprobs is not None and logprobs.content else ()
+    return tuple(
+        {int(best.token.rpartition(":")[2]): best.logprob for best in token.top_logprobs}
+        for token in content
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from backhaul.protocols.metrics import (
+    API_SERVER,
     ENGINE,
     ENGINE_PREFIX,
     STORE,
@@ -40,7 +41,7 @@ class Use(NamedTuple):
 def exposed() -> dict[str, Metric]:
     """Every series name that Backhaul exposes -> its metric."""
     names: dict[str, Metric] = {}
-    for prefix, table in ((ENGINE_PREFIX, ENGINE), (STORE_PREFIX, STORE)):
+    for prefix, table in ((ENGINE_PREFIX, ENGINE | API_SERVER), (STORE_PREFIX, STORE)):
         for name, metric in table.items():
             base = prefix + metric.exposed(name)
             suffixes = (

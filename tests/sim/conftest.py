@@ -10,6 +10,7 @@ import pytest
 
 if TYPE_CHECKING:
     from harness import Pair
+    from sim_bench import Bench
 
 collect_ignore_glob = ["*.py"] if find_spec("vllm") is None else []
 
@@ -22,3 +23,13 @@ def pair() -> Iterator[Pair]:
     one = Pair(new_uri())
     yield one
     one.close()
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    """A pair whose store can be made to fail."""
+    from sim_bench import Bench
+
+    one = Bench()
+    yield one
+    one.pair.close()

@@ -704,6 +704,8 @@ class SimEngine:
         self._unchecked: list[Finished] = []
         self.counters: Counter[str] = Counter()
         """The connector's counters as vLLM's statistics carry them, ``name|label``."""
+        self.observed: Counter[str] = Counter()
+        """How often each of its histograms was observed, by the same names."""
         self.steps = 0
         self._start(ranks, wrap, store is not None)
 
@@ -762,10 +764,12 @@ class SimEngine:
         params: dict[str, Any] | None = None,
         name: str | None = None,
         handed_over: int | None = None,
+        keys: dict[str, Any] | None = None,
     ) -> str:
         """Queue a request that yields ``output`` tokens and then stops, or is cut off.
 
-        ``handed_over`` is a last prompt token that a sibling connector is about to drop.
+        ``handed_over`` is a last prompt token that a sibling connector is about to drop, ``keys``
+        what vLLM's block hashes cover beside the tokens.
         """
         name = name or f"{self.name}-{next(self._sequence)}"
         transfer = dict(params or {})
@@ -784,6 +788,7 @@ class SimEngine:
             sampling_params=sampling,
             pooling_params=None,
             block_hasher=self.hasher,
+            **(keys or {}),
         )
         expected = cold_output(prompt, output, stops=stops)
         self._live[name] = _Live(list(prompt), expected)
@@ -869,6 +874,9 @@ class SimEngine:
         stats = stats.get("BackhaulConnector", stats)  # inside MultiConnector
         for name, value in stats.get("counters", {}).items():
             self.counters[name] += value
+        for name, values in stats.get("observations", {}).items():
+            assert all(value >= 0 for value in values), name
+            self.observed[name] += len(values)
 
     def _end(self, name: str, live: _Live, reason: str, params: dict[str, Any]) -> None:
         expected = live.expected if reason != "abort" else live.expected[: len(live.output)]

@@ -47,6 +47,8 @@ FAULTS = (
     "commit_raises",
     "release_raises",
 )
+WRITE_SLOW = "write_slow"
+"""For tests that need a publication under way at a certain moment; no fault, and none of those."""
 
 
 @dataclass
@@ -195,6 +197,8 @@ class FaultyStore(Store):
     def write(self, items: Sequence[WriteItem], *, timeout_s: float) -> TransferResult:
         if self._faults.strikes("write_fails"):
             return TransferResult(ok=False, reason=Reason.TIMEOUT)
+        if self._faults.strikes(WRITE_SLOW):
+            self._faults.slow_down()
         if self._faults.strikes("write_unsettled"):
             return TransferResult(
                 ok=False, reason=Reason.TIMEOUT, unsettled=_Settling(self._faults.slow_s)
@@ -262,6 +266,7 @@ class FaultyStore(Store):
         above_tokens: int = 0,
         lease_s: float = 0.0,
         wait_s: float = 0.0,
+        follow_up: bool = False,
         timeout_s: float,
     ) -> LookupResult:
         if self._faults.strikes("lookup_bug"):
@@ -277,6 +282,7 @@ class FaultyStore(Store):
             above_tokens=above_tokens,
             lease_s=lease_s,
             wait_s=wait_s,
+            follow_up=follow_up,
             timeout_s=timeout_s,
         )
         if result.lease is not None:

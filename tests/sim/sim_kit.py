@@ -3,7 +3,13 @@ content."""
 
 from __future__ import annotations
 
+import contextlib
 import random
+import re
+import select
+import subprocess
+import sys
+from collections.abc import Iterator
 
 import pytest
 from harness import Pair
@@ -26,3 +32,23 @@ def kinds(pair: Pair) -> list[tuple[int, set[CheckpointKind]]]:
     found = store.list_checkpoints(timeout_s=1)
     store.close()
     return sorted((info.boundary, set(info.kinds)) for info in found)
+
+
+@contextlib.contextmanager
+def daemon(*options: str) -> Iterator[str]:
+    """The address of a store daemon of its own, started with these options."""
+    command = [sys.executable, "-m", "backhaul.deploy.cli", "store", *options]
+    command += ["--listen", "127.0.0.1:0", "--http", "127.0.0.1:0", "--log-level", "warning"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        ready, _, _ = select.select([process.stdout], [], [], 60)
+        line = process.stdout.readline() if ready else ""
+        found = re.search(r"grpc \S+:(\d+)", line)
+        assert found, f"the daemon did not start: {line!r}"
+        yield f"backhaul://127.0.0.1:{found[1]}"
+    finally:
+        process.kill()
+        process.wait(timeout=30)
+        if process.stdout is not None:
+            process.stdout.close()

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-from harness import Finished, SimEngine
 
 from backhaul.protocols.checkpoint import Tag, primary_kind
-from backhaul.protocols.record import CANDIDATES_MAX, RequestRecord
+from backhaul.protocols.record import CANDIDATES_MAX, DecodeEndReason, RequestRecord
+
+if TYPE_CHECKING:
+    from harness import Finished, SimEngine
 
 _LADDER = ("known", *Tag)
 
 
-def check_record(engine: SimEngine, done: Finished) -> RequestRecord:
-    """The record of a finished request, checked; its tags' order is checked by its type."""
-    record = msgspec.convert(done.params["backhaul"], RequestRecord)
+def check_tags(params: Any) -> RequestRecord:
+    """A record as a client gets it, checked for itself: selected is consumable is hash-matched is
+    retained (checked by its type), at most one is selected, and what is selected is what the
+    request resumed from."""
+    record = msgspec.convert(params, RequestRecord)
     parts = (
         record.local_tokens,
         record.loaded_tokens,
@@ -36,6 +41,12 @@ def check_record(engine: SimEngine, done: Finished) -> RequestRecord:
         assert selected.kind == primary_kind(candidate.kinds)
         assert not record.other_tokens and record.reason is None
         assert record.matched.joint >= selected.boundary
+    return record
+
+
+def check_record(engine: SimEngine, done: Finished) -> RequestRecord:
+    """The record of a finished request, checked beside vLLM's own numbers."""
+    record = check_tags(done.params["backhaul"])
     matched = record.matched
     assert matched.joint <= min(matched.attention, matched.recurrent or matched.attention)
     assert matched.exact_hash >= max(matched.attention, matched.recurrent)
@@ -43,6 +54,11 @@ def check_record(engine: SimEngine, done: Finished) -> RequestRecord:
     ends = record.forced_chunk_ends
     assert len(set(ends)) == len(ends), f"forced chunk ends {ends}"
     assert all(0 < end <= len(done.history) for end in ends), f"forced chunk ends {ends}"
+    reasons = {None, DecodeEndReason.NO_PUBLICATION_PATH}
+    if record.publishing_decode_end:
+        assert record.decode_end_reason in reasons
+    else:
+        assert record.decode_end_reason is not None
     prefill = done.prefill
     if prefill is not None:
         assert record.prompt_tokens == prefill.num_prompt_tokens

@@ -4,62 +4,27 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import pytest
-from harness import BLOCK, HYBRID, Pair, SimEngine, new_uri
-from sim_faults import FAULTS, Faults, FaultyStore, Restartable
+from harness import HYBRID
+from sim_bench import (
+    B,
+    Bench,
+    about_to_finish,
+    decoding,
+    finished,
+    loaded,
+    loading,
+    loading_in_vain,
+    looking_up,
+    prefilling,
+    publishing,
+    step_until,
+    waiting,
+)
+from sim_faults import FAULTS
 from sim_kit import ASYNC, tokens
-from vllm.v1.request import RequestStatus
-
-B = BLOCK
-
-# A busy machine must not look like a slow store.
-PATIENT = {"publication_wait_s": 0.01, "load_timeout_s": 10.0, "publish_timeout_s": 10.0}
-
-
-class Bench:
-    """Engines on one store that can be made to fail."""
-
-    def __init__(self, capacity: str = "64MiB", slow_s: float = 0.2) -> None:
-        self.where = Restartable(new_uri(capacity))
-        self.faults = Faults(slow_s=slow_s)
-        self.pair = Pair(self.where.uri)
-
-    def engine(self, *, options: dict[str, Any] | None = None, **keywords: Any) -> SimEngine:
-        """One more engine."""
-        return self.pair.engine(
-            options={**PATIENT, **(options or {})},
-            wrap=lambda _: FaultyStore(self.where, self.faults),
-            **keywords,
-        )
-
-    def always(self, *names: str) -> None:
-        """From now on exactly these faults happen, every time."""
-        self.faults.rates = dict.fromkeys(names, 1.0)
-
-    def check_idle(self) -> None:
-        """Everything was given back, on every engine and in the store."""
-        self.pair.uri = self.where.uri
-        self.pair.check_idle()
-
-
-@pytest.fixture
-def bench() -> Iterator[Bench]:
-    one = Bench()
-    yield one
-    one.pair.close()
-
-
-def step_until(engine: SimEngine, condition: Callable[[], bool], seconds: float = 10.0) -> None:
-    """Step until something is so."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert engine.step() or condition(), "the engine went to sleep"
-        engine.check()
-        assert time.monotonic() < deadline
-
 
 # -- one fault at a time ----------------------------------------------------------------------
 
@@ -272,91 +237,23 @@ def test_no_room_for_pins(bench: Bench, fraction: float, asynchronous: bool) -> 
 # -- requests that go away --------------------------------------------------------------------
 
 
-def _waiting(bench: Bench, engine: SimEngine, history: list[int]) -> str:
-    engine.submit(tokens(B, 3), 40)
-    engine.submit(tokens(B, 4), 40)
-    name = engine.submit(history, 20)
-    for _ in range(4):
-        engine.step()
-    assert engine.status(name) is RequestStatus.WAITING
-    return name
-
-
-def _looking_up(bench: Bench, engine: SimEngine, history: list[int]) -> str:
-    bench.always("lookup_slow")
-    bench.faults.slow_s = 0.02
-    name = engine.submit(history, 20)
-    step_until(engine, lambda: bench.faults.happened["lookup_slow"] == 1)
-    return name
-
-
-def _loading(bench: Bench, engine: SimEngine, history: list[int]) -> str:
-    bench.always("read_slow")
-    name = engine.submit(history, 20)
-    step_until(engine, lambda: engine.status(name) is RequestStatus.WAITING_FOR_REMOTE_KVS)
-    return name
-
-
-def _loading_in_vain(bench: Bench, engine: SimEngine, history: list[int]) -> str:
-    name = _loading(bench, engine, history)
-    bench.always("read_slow", "read_unsettled")
-    return name
-
-
-def _loaded(bench: Bench, engine: SimEngine, history: list[int]) -> str:
-    name = _loading(bench, engine, history)
-    received = engine.scheduler.finished_recving_kv_req_ids
-    step_until(engine, lambda: name in received)
-    return name
-
-
-def _prefilling(bench: Bench, engine: SimEngine, history: list[int]) -> str:
-    name = engine.submit(tokens(80, 5), 20)
-    step_until(engine, lambda: engine.requests[name].num_computed_tokens > 16)
-    assert engine.requests[name].is_prefill_chunk
-    return name
-
-
-def _decoding(bench: Bench, engine: SimEngine, history: list[int]) -> str:
-    name = engine.submit(history, 40)
-    step_until(engine, lambda: engine.requests[name].num_output_tokens > 2 * B)
-    return name
-
-
-def _publishing(bench: Bench, engine: SimEngine, history: list[int]) -> str:
-    bench.always("write_unsettled")
-    return _decoding(bench, engine, history)
-
-
-def _about_to_finish(bench: Bench, engine: SimEngine, history: list[int]) -> str:
-    name = engine.submit(history, 2 * B)
-    step_until(engine, lambda: engine.requests[name].num_output_tokens == 2 * B - 1)
-    return name
-
-
-def _finished(bench: Bench, engine: SimEngine, history: list[int]) -> str:
-    name = engine.submit(history, 2 * B)
-    step_until(engine, lambda: name in engine.finished)
-    return name
-
-
 @ASYNC
 @pytest.mark.parametrize("publish_on", [["stop"], ["stop", "length", "abort"]], ids=["stop", "all"])
 @pytest.mark.parametrize(
     "state",
     [
-        _waiting,
-        _looking_up,
-        _loading,
-        _loading_in_vain,
-        _loaded,
-        _prefilling,
-        _decoding,
-        _publishing,
-        _about_to_finish,
-        _finished,
+        waiting,
+        looking_up,
+        loading,
+        loading_in_vain,
+        loaded,
+        prefilling,
+        decoding,
+        publishing,
+        about_to_finish,
+        finished,
     ],
-    ids=lambda state: state.__name__[1:],
+    ids=lambda state: state.__name__,
 )
 def test_an_abort(
     bench: Bench, state: Callable[..., str], publish_on: list[str], asynchronous: bool
@@ -386,29 +283,6 @@ def test_an_abort(
     engine.drain()
     assert {engine.finished[one].reason for one in again} == {"stop"}
     assert engine.run(history + tokens(B, 7), 5).reason == "stop"
-    bench.check_idle()
-
-
-@ASYNC
-@pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
-def test_preemption(bench: Bench, asynchronous: bool, late: bool) -> None:
-    engine = bench.engine(
-        asynchronous=asynchronous, late=late, num_blocks=30, max_tokens=136, groups=HYBRID[:2]
-    )
-    decode = bench.engine(name="decode", groups=HYBRID[:2])
-    history = decode.run(tokens(2 * B, 1), 2 * B).history
-    for seed in range(4):
-        engine.submit(tokens(2 * B + seed, seed), 60)
-    engine.submit(history + tokens(3, 3), 60)
-    tracked = engine.backhaul._half._requests
-    while engine.live:
-        engine.step()
-        engine.check()
-        for name in engine.live:
-            if engine.status(name) is RequestStatus.PREEMPTED:
-                assert not tracked[name].pins, "a preempted request holds no pin"
-    preempted = sum(request.num_preemptions for request in engine.requests.values())
-    assert preempted, "the pool is too small for all of them"
     bench.check_idle()
 
 
@@ -459,7 +333,7 @@ def test_a_thousand_short_requests_leave_nothing_behind(bench: Bench, asynchrono
     half = engine.backhaul._half
     engine.check_idle()
     assert not half._requests and not half._aborted_loads and not half._pinned
-    assert not half._catalog.pending_lookups
+    assert not half._catalog._pending
     publisher, consumer = half._publisher, half._consumer
     assert not (publisher._open or publisher._sending or publisher._outbox)
     assert consumer is not None and not (consumer._open or consumer._outbox)

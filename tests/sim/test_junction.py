@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import random
+import time
 from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
 from harness import Group, Pair, SimEngine
 from presence import put_attention, put_state
+from sim_kit import tokens
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request, RequestStatus
 
+from backhaul.connector import scheduler as scheduler_module
 from backhaul.connector.junction import bounded_gap
 
 
@@ -63,7 +66,17 @@ class Case(NamedTuple):
         )
 
 
+class StoredCase(Case):
+    """The recurrent hit is a checkpoint in the store, so it lies on the grid of blocks."""
+
+    @property
+    def scale(self) -> int:
+        return 2 if self.block == 32 else 1
+
+
 CASES = [Case(block, *rest) for block, *rest in product((16, 32), *[(False, True)] * 5)]
+PROMPT = tokens(300, 1)
+STORED = [StoredCase(*case) for case in CASES]
 
 
 def groups_of(case: Case) -> tuple[tuple[Group, ...], int, int]:
@@ -76,13 +89,16 @@ def groups_of(case: Case) -> tuple[tuple[Group, ...], int, int]:
     return (target, draft, state), 0, 1
 
 
-def engine_of(case: Case, pair: Pair | None, *, inside_blocks: bool = False) -> SimEngine:
+def engine_of(
+    case: Case, pair: Pair | None, *, name: str = "engine", inside_blocks: bool = False
+) -> SimEngine:
     groups, _, _ = groups_of(case)
     keywords: dict[str, Any] = {
+        "name": name,
         "groups": groups,
         "unit": case.unit,
         "budget": 512,
-        "num_blocks": 64,
+        "num_blocks": 128,
         "drafts": 2 if case.eagle else 0,
         "method": "eagle" if case.eagle else "ngram",
         "inside_blocks": inside_blocks,
@@ -92,27 +108,34 @@ def engine_of(case: Case, pair: Pair | None, *, inside_blocks: bool = False) -> 
 
 def lookup(engine: SimEngine, case: Case) -> tuple[Request, list[list[int]], int, int]:
     """Fill the pool as the case says, then vLLM's own lookup."""
-    generator = random.Random(1)
-    request = Request(
+    request = request_of(engine)
+    fill_attention(engine, case, request)
+    put_state(engine.pool, 2, request.block_hashes, tokens=case.hits[2], unit=case.unit)
+    blocks, hit, junction = engine.scheduler.kv_cache_manager.get_computed_blocks(request)
+    return request, [[b.block_id for b in group] for group in blocks.blocks], hit, junction
+
+
+def request_of(engine: SimEngine) -> Request:
+    return Request(
         request_id="one",
-        prompt_token_ids=[generator.randrange(2, 1000) for _ in range(300)],
+        prompt_token_ids=PROMPT,
         sampling_params=SamplingParams(max_tokens=4),
         pooling_params=None,
         block_hasher=engine.hasher,
     )
+
+
+def fill_attention(engine: SimEngine, case: Case, request: Request) -> None:
+    """Cache the target's and the draft's blocks, as many as they are to hit."""
     _, target, draft = groups_of(case)
-    hashes, pool = request.block_hashes, engine.pool
-    held_target, held_draft, state = case.hits
+    held_target, held_draft, _ = case.hits
     # An EAGLE group reports one unit less than it holds, and drags groups of its spec along.
     margin = case.unit if case.eagle else 0
-    for group, tokens in (
+    for group, held in (
         (target, held_target + (margin if case.equal else 0)),
         (draft, held_draft + margin),
     ):
-        put_attention(pool, group, hashes, tokens=tokens, unit=case.unit)
-    put_state(pool, 2, hashes, tokens=state, unit=case.unit)
-    blocks, hit, junction = engine.scheduler.kv_cache_manager.get_computed_blocks(request)
-    return request, [[b.block_id for b in group] for group in blocks.blocks], hit, junction
+        put_attention(engine.pool, group, request.block_hashes, tokens=held, unit=case.unit)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -131,20 +154,46 @@ def test_the_junction_lies_where_every_full_attention_group_can_resume(
 
     # And in the scheduler: the first chunk ends at the junction, or where it would without one.
     floor = case.expected // case.block * case.block
-    assert (first_chunk_end(engine, request, hit) == floor) is (floor > hit)
+    start, end = first_chunk(engine, request)
+    assert start == hit and (end == floor) is (floor > hit)
 
 
-def first_chunk_end(engine: SimEngine, request: Request, hit: int) -> int:
-    """Where the scheduler ends the request's first chunk, in tokens."""
+@pytest.mark.parametrize("case", STORED, ids=str)
+def test_the_same_where_the_state_comes_out_of_the_store(
+    pair: Pair, case: StoredCase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Target and draft hit locally, no state does; the store holds the checkpoint at the third of
+    the hits. Once without the bound, once with it."""
+    target, _, stored = case.hits
+    # Its prompt's last boundary is that position, so there is no deeper checkpoint.
+    engine_of(case, pair, name="other").run(PROMPT[: stored + 1], 1, u_end=stored)
+    with monkeypatch.context() as unbound:
+        unbound.setattr(scheduler_module, "bind_junction_bound", lambda manager: None)
+        stock = engine_of(case, pair, name="unbound")
+    chunks = []
+    for engine in (stock, engine_of(case, pair, name="bound")):
+        request = request_of(engine)
+        fill_attention(engine, case, request)
+        chunks.append(first_chunk(engine, request))
+    (stock_start, stock_end), (start, end) = chunks
+    assert stock_start == start == stored, "the joint hit is the checkpoint, bound or not"
+    by_itself = (len(PROMPT) // case.block - case.eagle) * case.block
+    assert stock_end == (target if case.stock_is_wrong else case.expected or by_itself)
+    assert end == (case.expected or by_itself)
+
+
+def first_chunk(engine: SimEngine, request: Request) -> tuple[int, int]:
+    """Where the scheduler begins and ends the request's first chunk, in tokens."""
     engine.requests[request.request_id] = request
     engine.scheduler.add_request(request)
-    for _ in range(2000):
-        step = engine.scheduler.schedule()
-        if step.total_num_scheduled_tokens:
-            break
+    deadline = time.monotonic() + 20.0
+    while not (step := engine.scheduler.schedule()).total_num_scheduled_tokens:
         engine._update(step, engine.runner.execute(step))
+        assert time.monotonic() < deadline, "nothing is computed"
     engine.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
-    return hit + int(step.num_scheduled_tokens[request.request_id])
+    (new,) = step.scheduled_new_reqs
+    start = int(new.num_computed_tokens)
+    return start, start + int(step.num_scheduled_tokens[request.request_id])
 
 
 @pytest.mark.parametrize("u_end", [None, 64, 100, 130])
@@ -154,16 +203,16 @@ def test_a_junction_inside_a_block_is_kept_where_vllm_can(pair: Pair, u_end: int
     case = Case(32, True, False, True, True, False)
     stock = engine_of(case, None, inside_blocks=True)
     request, _, hit, junction = lookup(stock, case)
-    assert (hit, junction, first_chunk_end(stock, request, hit)) == (64, 80, 80)
+    assert (hit, junction, first_chunk(stock, request)) == (64, 80, (64, 80))
     bound = engine_of(case, pair, inside_blocks=True)
     request, _, hit, junction = lookup(bound, case)
     if u_end is not None:
         request.kv_transfer_params = {"backhaul": {"u_end": u_end}}
-    assert (hit, junction, first_chunk_end(bound, request, hit)) == (64, 80, 80)
+    assert (hit, junction, first_chunk(bound, request)) == (64, 80, (64, 80))
 
 
 def test_the_matrix_holds_cases_that_stock_vllm_gets_wrong_and_right() -> None:
-    assert len(CASES) == 64
+    assert len(set(CASES)) == len(set(STORED)) == 64
     assert sum(case.stock_is_wrong for case in CASES) == 16
 
 

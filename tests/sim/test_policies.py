@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from harness import BLOCK, Finished, Pair, SimEngine
 from sim_kit import ASYNC, kinds, tokens
+from sim_record import check_record
 
 from backhaul.protocols.checkpoint import CheckpointKind
 
@@ -53,6 +54,9 @@ def test_auto_publishes_one_end(
     assert done.params["backhaul"]["chosen"] == {"ends": [expected], "why": why}
     assert one.counters[f"chosen_ends|{expected}|{why}"] == 1
     assert one.counters["publication_failures"] == 0
+    materialised = {k: n for k, n in one.observed.items() if k.startswith("materialise_seconds")}
+    assert materialised == {f"materialise_seconds|{expected}": 1}
+    assert one.observed["finish_to_consumable_seconds"] == (expected is D)
 
 
 def test_auto_learns_that_a_clients_replies_do_not_come_back(pair: Pair) -> None:
@@ -70,6 +74,20 @@ def test_auto_learns_that_a_clients_replies_do_not_come_back(pair: Pair) -> None
     other = run(one, tokens(3 * B, 50), B, u_end=2 * B, reasoning=False, client="other")
     assert other.params["backhaul"]["chosen"]["why"] == "no_reasoning"
     assert whys[0] == "no_reasoning" and whys[-1] == "history_misses"
+    pair.check_idle()
+
+
+def test_only_auto_learns(pair: Pair) -> None:
+    """Nothing else reads what was learnt."""
+    one = engine(pair, "both")
+    facts = {"reasoning": False, "template": "t", "client": "c"}
+    for turn in range(4):
+        prompt = tokens(3 * B, turn)
+        run(one, prompt + tokens(4, 90), 2 * B, u_end=3 * B, **facts)
+        pair.check_idle()
+        run(one, prompt + tokens(5 * B, 91 + turn), 1, u_end=3 * B, publish=False, **facts)
+    last = run(one, tokens(3 * B, 50), B, u_end=2 * B, policy="auto", **facts)
+    assert last.params["backhaul"]["chosen"]["why"] == "no_reasoning"
     pair.check_idle()
 
 
@@ -139,6 +157,36 @@ def test_too_many_or_wrong_positions_are_counted_and_ignored(pair: Pair) -> None
     assert kinds(pair) == []
     assert one.counters["hints_rejected|boundaries"] == 5
     pair.check_idle()
+
+
+@ASYNC
+@pytest.mark.parametrize(
+    ("policy", "output", "stops", "hints", "reason"),
+    [
+        ("both", 2 * B, True, {}, None),
+        ("both", 2 * B, False, {}, "finish_excluded"),
+        ("both", 2 * B, True, {"publish": False}, "not_wanted"),
+        ("input_end", 2 * B, False, {}, "not_wanted"),
+        ("both", 3, True, {}, "below_grid"),
+    ],
+)
+def test_every_reply_whose_end_is_not_published_says_why(
+    pair: Pair,
+    policy: str,
+    output: int,
+    stops: bool,
+    hints: dict[str, Any],
+    reason: str | None,
+    asynchronous: bool,
+) -> None:
+    one = engine(pair, policy, asynchronous=asynchronous)
+    prompt = tokens(3 * B + 4, 1)
+    done = one.run(prompt, output, stops=stops, params={"backhaul": hints})
+    pair.check_idle()
+    record = check_record(one, done)
+    assert record.decode_end_reason == reason
+    assert record.publishing_decode_end == (reason is None)
+    assert ((5 * B, {D}) in kinds(pair)) == (reason is None)
 
 
 @ASYNC

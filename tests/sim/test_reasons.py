@@ -15,10 +15,11 @@ from harness import BLOCK, MIXED, Pair, SimEngine, new_uri
 from sim_kit import tokens
 from sim_record import check_counters, check_record
 
-from backhaul.connector.outcome import Answered, Limits, Outcome, count_outcome, matched_tokens
-from backhaul.connector.outcome import tag_candidates as tag
+from backhaul.connector.outcome import Answered, Outcome, count_outcome, matched_tokens
 from backhaul.connector.stats import StatsRecorder
 from backhaul.protocols import store_pb2
+from backhaul.protocols.candidates import Limits
+from backhaul.protocols.candidates import tag_candidates as tag
 from backhaul.protocols.checkpoint import ObjectKey, PublicationId, Reason
 from backhaul.protocols.errors import (
     StoreDenied,

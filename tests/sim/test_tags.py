@@ -18,6 +18,7 @@ from sim_faults import Faults, FaultyStore, Restartable
 from sim_kit import ASYNC, tokens
 from sim_record import check_counters, check_record
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
+from vllm.lora.request import LoRARequest
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
@@ -195,6 +196,29 @@ def test_a_record_stays_small(pair: Pair) -> None:
     assert len(record.candidates) == CANDIDATES_MAX
     assert record.candidates[0].selected
     assert len(json.dumps(msgspec.to_builtins(record))) < 4096
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"cache_salt": "tenant"}, {"cache_salt": "other"}),
+        ({"lora_request": LoRARequest("a", 1, "/a")}, {"lora_request": LoRARequest("b", 2, "/b")}),
+    ],
+    ids=["salt", "adapter"],
+)
+def test_equal_tokens_under_another_salt_or_adapter_are_strangers(
+    pair: Pair, one: dict[str, Any], other: dict[str, Any]
+) -> None:
+    """One domain and one store: vLLM's own hash chain keeps them apart, and lets equals meet."""
+    decode, prefill = pair.engine(name="decode"), pair.engine(name="prefill", role="kv_consumer")
+    first = decode.run(tokens(4 * B + 3, 1), 2 * B, u_end=2 * B, keys=one)
+    decode.check_idle()
+    for keys in (other, {}):
+        _, record = run(prefill, first.history, 3, keys=keys)
+        assert record.candidates == () and record.local_tokens + record.loaded_tokens == 0
+        assert record.matched.exact_hash == 0
+    _, record = run(prefill, first.history, 3, keys=one)
+    assert record.loaded_tokens == (len(first.history) - 1) // B * B
 
 
 # -- the record beside vLLM's numbers ---------------------------------------------------------
@@ -481,7 +505,7 @@ class Published:
 def test_what_was_committed_is_announced_as_kv_events(pair: Pair, sibling: bool) -> None:
     decode = pair.engine(name="decode", sibling=sibling, kv_events=True, ranks=2)
     published = Published(decode)
-    first = decode.run(tokens(3 * B + 2, 1), 2 * B)
+    first = decode.run(tokens(3 * B + 2, 1), 2 * B, u_end=2 * B)
     decode.check_idle()
     stored = published.ours(BlockStored)
     deep = (len(first.history) - 1) // B * B
@@ -498,6 +522,8 @@ def test_what_was_committed_is_announced_as_kv_events(pair: Pair, sibling: bool)
         assert event.block_hashes == hashes[start // B : start // B + count]
         assert event.token_ids == first.history[start : start + count * B]
         assert start + count * B in ends, "only what is a checkpoint, not what is under way"
+    attention = [name for e in stored if e.group_idx == 0 for name in e.block_hashes]
+    assert attention == hashes[: deep // B], "each block once"
     by_group = {
         group: {event.block_hashes[-1] for event in stored if event.group_idx == group}
         for group in range(3)

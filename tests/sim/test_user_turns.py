@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import re
-import select
-import subprocess
-import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from harness import BLOCK, Group, Pair
-from sim_kit import tokens
+from sim_kit import daemon, tokens
 
 from backhaul.connector.request_facts import message_facts
 from backhaul.transfer.base import Store
@@ -24,21 +20,8 @@ B = BLOCK
 @pytest.fixture
 def uri() -> Iterator[str]:
     """The smallest daemon: a tool loop and some ten long prompts fit into it."""
-    command = [sys.executable, "-m", "backhaul.deploy.cli", "store", "--capacity", "1MiB"]
-    command += ["--listen", "127.0.0.1:0", "--http", "127.0.0.1:0", "--log-level", "warning"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        ready, _, _ = select.select([process.stdout], [], [], 60)
-        line = process.stdout.readline() if ready else ""
-        found = re.search(r"grpc \S+:(\d+)", line)
-        assert found, f"the daemon did not start: {line!r}"
-        yield f"backhaul://127.0.0.1:{found[1]}"
-    finally:
-        process.kill()
-        process.wait(timeout=30)
-        if process.stdout is not None:
-            process.stdout.close()
+    with daemon("--capacity", "1MiB") as one:
+        yield one
 
 
 @pytest.fixture

@@ -136,6 +136,10 @@ class EmbeddedStore(Store):
         ]
         try:
             session = self._keeper.current(deadline)
+            if wire.instance_of(lease) != session.instance_id:
+                # Granted to somebody else by a daemon that was started since: its pool is another.
+                self._keeper.doubt()
+                session = self._keeper.current(deadline)
             places = [
                 place
                 for request in requests
@@ -266,15 +270,21 @@ class EmbeddedStore(Store):
         timeout_s: float,
     ) -> CommitResult:
         """See ``Store``."""
-        request = store_pb2.CommitRequest(
-            domain_id=domain,
-            publication_id=publication,
-            rank=rank,
-            written=[wire.written_message(one) for one in written],
-            manifest=wire.manifest_message(manifest) if manifest else None,
-        )
-        reply = self._keeper.call("Commit", request, time.monotonic() + timeout_s, domain)
-        return CommitResult(reply.visible, tuple(wire.key_of(key) for key in reply.missing))
+        deadline = time.monotonic() + timeout_s
+        missing: dict[ObjectKey, None] = {}
+        batches = _batches(written) or [()]
+        for number, batch in enumerate(batches, start=1):
+            last = manifest if number == len(batches) else None
+            request = store_pb2.CommitRequest(
+                domain_id=domain,
+                publication_id=publication,
+                rank=rank,
+                written=[wire.written_message(one) for one in batch],
+                manifest=wire.manifest_message(last) if last else None,
+            )
+            reply = self._keeper.call("Commit", request, deadline, domain)
+            missing.update((wire.key_of(key), None) for key in reply.missing)
+        return CommitResult(reply.visible, () if reply.visible else tuple(missing))
 
     def abandon(self, publication: PublicationId, *, timeout_s: float) -> None:
         """See ``Store``."""
@@ -283,9 +293,10 @@ class EmbeddedStore(Store):
 
     def keep_alive(self, publications: Sequence[PublicationId], *, timeout_s: float) -> None:
         """See ``Store``."""
-        if publications:
-            request = store_pb2.KeepAliveRequest(publication_ids=publications)
-            self._keeper.call("KeepAlive", request, time.monotonic() + timeout_s)
+        deadline = time.monotonic() + timeout_s
+        for batch in _batches(publications):
+            request = store_pb2.KeepAliveRequest(publication_ids=batch)
+            self._keeper.call("KeepAlive", request, deadline)
 
     # -- catalog: loads -----------------------------------------------------------------------
 
@@ -297,6 +308,7 @@ class EmbeddedStore(Store):
         above_tokens: int = 0,
         lease_s: float = 0.0,
         wait_s: float = 0.0,
+        follow_up: bool = False,
         timeout_s: float,
     ) -> LookupResult:
         """See ``Store``."""
@@ -306,6 +318,7 @@ class EmbeddedStore(Store):
             above_tokens=above_tokens,
             lease_s=lease_s,
             wait_s=min(wait_s, timeout_s * WAIT_SHARE_MAX),
+            follow_up=follow_up,
         )
         reply = self._keeper.call("Lookup", request, time.monotonic() + timeout_s, domain)
         return wire.lookup_result(reply)
@@ -317,9 +330,10 @@ class EmbeddedStore(Store):
 
     def release(self, leases: Sequence[LeaseId], *, timeout_s: float) -> None:
         """See ``Store``."""
-        if leases:
-            request = store_pb2.ReleaseLeaseRequest(lease_ids=leases)
-            self._keeper.call("ReleaseLease", request, time.monotonic() + timeout_s)
+        deadline = time.monotonic() + timeout_s
+        for batch in _batches(leases):
+            request = store_pb2.ReleaseLeaseRequest(lease_ids=batch)
+            self._keeper.call("ReleaseLease", request, deadline)
 
     # -- people -------------------------------------------------------------------------------
 

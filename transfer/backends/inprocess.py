@@ -221,6 +221,7 @@ class InProcessStore(Store):
         above_tokens: int = 0,
         lease_s: float = 0.0,
         wait_s: float = 0.0,
+        follow_up: bool = False,
         timeout_s: float,
     ) -> LookupResult:
         """See ``Store``."""
@@ -233,7 +234,9 @@ class InProcessStore(Store):
                     break
                 self._lock.wait(min(deadline, awaited.until) - now)
                 now = time.monotonic()
-            answer = self._index.lookup(domain, boundary_hashes, above_tokens, lease_s, now)
+            answer = self._index.lookup(
+                domain, boundary_hashes, above_tokens, lease_s, now, follow_up=follow_up
+            )
         return LookupResult(
             matches=answer.matches,
             lease=answer.lease,

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self
 from urllib.parse import urlsplit
 
 from backhaul.protocols import store_pb2
-from backhaul.protocols.errors import ConfigError, StoreUnavailable
+from backhaul.protocols.checkpoint import DomainId
+from backhaul.protocols.domain import DomainRecord
+from backhaul.protocols.errors import ConfigError, StoreRejected, StoreUnavailable
 from backhaul.transfer.backends import wire
 from backhaul.transfer.backends.rpc import PROTOCOL_VERSION, CatalogChannel
-from backhaul.transfer.base import CheckpointInfo, DomainInfo, StoreStats
+from backhaul.transfer.base import CheckpointInfo, DomainInfo, LookupResult, StoreStats
 from backhaul.transfer.daemon.settings import PORT_MAX
 from backhaul.transfer.listing import ListPage, ListQuery
 
@@ -31,11 +34,12 @@ class StoreInspector:
         self._channel = CatalogChannel(self.target)
 
     def hello(self) -> str:
-        """The instance id of the daemon. Raises ``StoreRejected`` for another protocol."""
+        """Where the daemon's HTTP listens, as ``host:port``; see store.proto. Raises
+        ``StoreRejected`` for another protocol."""
         request = store_pb2.HelloRequest(
             protocol_version=PROTOCOL_VERSION, client_name=f"inspector-{os.getpid()}"
         )
-        return str(self._call("Hello", request).instance_id)
+        return str(self._call("Hello", request).http_address)
 
     def stats(self) -> StoreStats:
         """Occupancy and counters."""
@@ -65,6 +69,30 @@ class StoreInspector:
         infos = tuple(wire.checkpoint_info(message) for message in reply.checkpoints)
         return ListPage(infos, reply.next_cursor)
 
+    def lookup(
+        self,
+        domain: DomainId,
+        boundary_hashes: Sequence[bytes],
+        *,
+        above_tokens: int = 0,
+        lease_s: float = 0.0,
+        follow_up: bool = False,
+        timeout_s: float = math.inf,
+    ) -> LookupResult:
+        """What a request's lookup would be answered now. Counts as no lookup and as no use; never
+        a lease, whatever ``lease_s`` and ``follow_up`` say."""
+        request = store_pb2.LookupRequest(
+            domain_id=domain, boundary_hashes=boundary_hashes, above_tokens=above_tokens, peek=True
+        )
+        return wire.lookup_result(self._call("Lookup", request, timeout_s))
+
+    def domain_record(self, domain: DomainId, *, timeout_s: float = math.inf) -> DomainRecord:
+        """The record of a known domain. Raises ``StoreRejected`` for an unknown one."""
+        for info in self.domains():
+            if info.id == domain:
+                return info.record
+        raise StoreRejected(f"domain {domain} is unknown at {self.target}")
+
     def all(self, query: ListQuery) -> Iterator[CheckpointInfo]:
         """Every checkpoint that ``query`` selects, page by page; its limit is the page's size."""
         fields = {name: getattr(query, name) for name in query.__dataclass_fields__}
@@ -91,9 +119,9 @@ class StoreInspector:
     ) -> None:
         self.close()
 
-    def _call(self, method: str, request: Any) -> Any:
+    def _call(self, method: str, request: Any, timeout_s: float = math.inf) -> Any:
         try:
-            return self._channel.call(method, request, self._timeout_s)
+            return self._channel.call(method, request, min(timeout_s, self._timeout_s))
         except StoreUnavailable as error:
             raise StoreUnavailable(
                 f"no store answers at {self.target} ({_cause(error)}): is `backhaul store` running "

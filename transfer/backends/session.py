@@ -101,6 +101,7 @@ class SessionKeeper:
             member=member.name,
             loads=member.loads,
             decodes_only=member.decodes_only,
+            converts=member.converts,
             publishes=member.publishes,
         )
         reply: store_pb2.OpenDomainReply = self.call("OpenDomain", request, deadline)

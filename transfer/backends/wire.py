@@ -79,6 +79,7 @@ def lookup_result(reply: store_pb2.LookupReply) -> LookupResult:
             producer=match.producer,
             field=match.field,
             domain=DomainId(match.domain_id),
+            also_in=tuple(map(DomainId, match.also_in)),
             # A daemon that does not know a tag has said the ones that imply it.
             retained=match.retained or match.hash_matched or match.consumable,
             hash_matched=match.hash_matched or match.consumable,
@@ -94,6 +95,11 @@ def lookup_result(reply: store_pb2.LookupReply) -> LookupResult:
         attention_tokens=reply.attention_tokens,
         recurrent_tokens=reply.recurrent_tokens,
     )
+
+
+def instance_of(lease: LeaseId) -> str:
+    """The life of the daemon that granted a lease."""
+    return lease.rpartition(".")[0]
 
 
 def checkpoint_message(info: CheckpointInfo) -> store_pb2.CheckpointInfo:
@@ -180,6 +186,7 @@ def peers(reply: store_pb2.OpenDomainReply) -> Peers:
                 one.theirs,
                 one.loaders,
                 one.publishers,
+                one.converters,
             )
             for one in reply.elsewhere
         ),

@@ -13,12 +13,13 @@ delays that look itself, this may meet a caller that got the answer in time; it 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
 import functools
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import grpc
@@ -39,7 +40,7 @@ from backhaul.transfer.backends.wire import checkpoint_message, domain_message
 from backhaul.transfer.base import GrantStatus, Member, Visibility, Written
 from backhaul.transfer.daemon.pool import Pool
 from backhaul.transfer.entries import NotKnown
-from backhaul.transfer.index import BlockIndex
+from backhaul.transfer.index import BlockIndex, LookupAnswer
 from backhaul.transfer.listing import ListQuery
 
 PROTOCOL_VERSION = 1
@@ -50,6 +51,9 @@ LOOKUP_WAIT_MAX_S = 30.0
 SETTLE_S = 0.02
 """A wait that overran by more than this did so because the process stood still. As long again is
 given to gRPC to read what arrived, and to cancel the handler if its caller hung up."""
+
+DETAILS_MAX = 500
+"""Characters of an error."""
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +98,7 @@ def _answering(method: _Method[_Request, _Reply]) -> _Method[_Request, _Reply]:
         try:
             return await method(self, request, context)
         except BackhaulError as error:
-            await context.abort(status_code(error), str(error))
+            await context.abort(status_code(error), _one_line(str(error)))
         except Exception as error:
             logger.exception("%s failed", method.__name__)
             await context.abort(
@@ -109,11 +113,18 @@ class Catalog(store_pb2_grpc.CatalogServicer):
     """One daemon's catalog over one index and one pool."""
 
     def __init__(
-        self, index: BlockIndex, pool: Pool, clock: Callable[[], float] = time.monotonic
+        self,
+        index: BlockIndex,
+        pool: Pool,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        http_address: str = "",
     ) -> None:
+        """``http_address``: told to clients; see store.proto."""
         self._index = index
         self._pool = pool
         self._clock = clock
+        self._http_address = http_address
         self._changed = asyncio.Event()
 
     def expire(self) -> None:
@@ -138,6 +149,7 @@ class Catalog(store_pb2_grpc.CatalogServicer):
             capacity_bytes=self._pool.capacity_bytes,
             publication_ttl_s=self._index.publication_ttl_s,
             lease_ttl_max_s=self._index.lease_max_s,
+            http_address=self._http_address,
         )
 
     @_answering
@@ -149,7 +161,13 @@ class Catalog(store_pb2_grpc.CatalogServicer):
         if not request.member:
             domain_id = self._index.open_domain(record, self._clock(), request.client_name)
             return store_pb2.OpenDomainReply(domain_id=domain_id)
-        member = Member(request.member, request.loads, request.publishes, request.decodes_only)
+        member = Member(
+            request.member,
+            request.loads,
+            request.publishes,
+            request.decodes_only,
+            request.converts,
+        )
         peers = self._index.join(record, member, self._clock(), request.client_name)
         return store_pb2.OpenDomainReply(
             domain_id=record.domain_id,
@@ -164,6 +182,7 @@ class Catalog(store_pb2_grpc.CatalogServicer):
                     theirs=one.theirs,
                     loaders=one.loaders,
                     publishers=one.publishers,
+                    converters=one.converters,
                 )
                 for one in peers.elsewhere
             ],
@@ -177,35 +196,22 @@ class Catalog(store_pb2_grpc.CatalogServicer):
         waiting leaves nothing behind."""
         domain_id = DomainId(request.domain_id)
         hashes = list(request.boundary_hashes)
+        if request.peek:
+            seen = self._index.peek(domain_id, hashes, request.above_tokens, self._clock())
+            return _lookup_reply(seen, waited_s=0.0)
         waited_s = await self._wait(domain_id, hashes, request.above_tokens, request.wait_s)
         answer = self._index.lookup(
-            domain_id, hashes, request.above_tokens, request.lease_s, self._clock()
+            domain_id,
+            hashes,
+            request.above_tokens,
+            request.lease_s,
+            self._clock(),
+            follow_up=request.follow_up,
         )
-        if (lease := answer.lease) is not None:
-            _if_late(context, lambda: self._index.release([lease], self._clock()))
-        matches = [
-            store_pb2.Match(
-                boundary=match.boundary,
-                kinds=[kind.value for kind in match.kinds],
-                consumable=match.consumable,
-                reason=match.reason.value if match.reason else "",
-                age_s=match.age_s,
-                producer=match.producer,
-                field=match.field,
-                domain_id=match.domain,
-                retained=match.retained,
-                hash_matched=match.hash_matched,
-                hits=match.hits,
-            )
-            for match in answer.matches
-        ]
-        return store_pb2.LookupReply(
-            matches=matches,
-            lease_id=answer.lease or "",
-            waited_s=waited_s,
-            attention_tokens=answer.extent.attention,
-            recurrent_tokens=answer.extent.recurrent,
-        )
+        if (lease := answer.lease) is None:
+            return _lookup_reply(answer, waited_s)
+        with _undone_without_answer(context, lambda: self._index.release([lease], self._clock())):
+            return _lookup_reply(answer, waited_s)
 
     async def _wait(
         self, domain_id: DomainId, hashes: Sequence[bytes], above_tokens: int, wait_s: float
@@ -280,43 +286,43 @@ class Catalog(store_pb2_grpc.CatalogServicer):
     ) -> store_pb2.ReserveReply:
         """See store.proto."""
         publication = PublicationId(request.publication_id)
-        self._disown_if_late(publication, context)
-        grants = self._index.reserve(
-            DomainId(request.domain_id),
-            publication,
-            [(_key(want.key), want.nbytes) for want in request.wants],
-            self._clock(),
-        )
-        return store_pb2.ReserveReply(
-            grants=[
-                store_pb2.Grant(
-                    status=GRANT_STATUS[grant.status], offset=grant.offset, token=grant.token
-                )
-                for grant in grants
-            ]
-        )
+        with self._disowned_without_answer(publication, context):
+            grants = self._index.reserve(
+                DomainId(request.domain_id),
+                publication,
+                [(_key(want.key), want.nbytes) for want in request.wants],
+                self._clock(),
+            )
+            return store_pb2.ReserveReply(
+                grants=[
+                    store_pb2.Grant(
+                        status=GRANT_STATUS[grant.status], offset=grant.offset, token=grant.token
+                    )
+                    for grant in grants
+                ]
+            )
 
     @_answering
     async def Commit(self, request: store_pb2.CommitRequest, context: Any) -> store_pb2.CommitReply:
         """See store.proto."""
         manifest = _manifest(request.manifest) if request.HasField("manifest") else None
         publication = PublicationId(request.publication_id)
-        self._disown_if_late(publication, context)
-        result = self._index.commit(
-            DomainId(request.domain_id),
-            publication,
-            request.rank,
-            [Written(_key(item.key), item.token, item.checksum) for item in request.written],
-            manifest,
-            self._clock(),
-        )
-        if result.visible:
-            self._wake()
-        missing = [
-            store_pb2.Key(rank=key.rank, group=key.group, block_hash=key.block_hash)
-            for key in result.missing
-        ]
-        return store_pb2.CommitReply(visible=result.visible, missing=missing)
+        with self._disowned_without_answer(publication, context):
+            result = self._index.commit(
+                DomainId(request.domain_id),
+                publication,
+                request.rank,
+                [Written(_key(item.key), item.token, item.checksum) for item in request.written],
+                manifest,
+                self._clock(),
+            )
+            if result.visible:
+                self._wake()
+            missing = [
+                store_pb2.Key(rank=key.rank, group=key.group, block_hash=key.block_hash)
+                for key in result.missing
+            ]
+            return store_pb2.CommitReply(visible=result.visible, missing=missing)
 
     @_answering
     async def Abandon(
@@ -335,11 +341,16 @@ class Catalog(store_pb2_grpc.CatalogServicer):
         names = [PublicationId(name) for name in request.publication_ids]
         return store_pb2.KeepAliveReply(unknown=self._index.keep_alive(names, self._clock()))
 
-    def _disown_if_late(self, publication: PublicationId, context: Any) -> None:
-        """To be called before the call that may open it: one that is open already has an owner
-        who knows of it."""
-        if not self._index.is_open(publication):
-            _if_late(context, lambda: self._index.disown(publication, self._clock()))
+    def _disowned_without_answer(
+        self, publication: PublicationId, context: Any
+    ) -> contextlib.AbstractContextManager[None]:
+        """Around the call that may open it: one that is open already has an owner who knows of
+        it."""
+        if self._index.is_open(publication):
+            return contextlib.nullcontext()
+        return _undone_without_answer(
+            context, lambda: self._index.disown(publication, self._clock())
+        )
 
     # -- people -------------------------------------------------------------------------------
 
@@ -384,15 +395,54 @@ class Catalog(store_pb2_grpc.CatalogServicer):
         self._changed = asyncio.Event()
 
 
-def _if_late(context: Any, undo: Callable[[], None]) -> None:
-    """Call ``undo`` when the call is over, if its deadline has passed by then."""
+@contextlib.contextmanager
+def _undone_without_answer(context: Any, undo: Callable[[], None]) -> Iterator[None]:
+    """Around the making of a reply: call ``undo`` where that fails, and when the call is over, if
+    its deadline has passed by then."""
 
     def over(context: Any) -> None:
         left_s = context.time_remaining()
         if left_s is not None and left_s <= 0:
             undo()
 
+    try:
+        yield
+    except BaseException:
+        undo()
+        raise
     context.add_done_callback(over)
+
+
+def _lookup_reply(answer: LookupAnswer, waited_s: float) -> store_pb2.LookupReply:
+    matches = [
+        store_pb2.Match(
+            boundary=match.boundary,
+            kinds=[kind.value for kind in match.kinds],
+            consumable=match.consumable,
+            reason=match.reason.value if match.reason else "",
+            age_s=match.age_s,
+            producer=match.producer,
+            field=match.field,
+            domain_id=match.domain,
+            also_in=match.also_in,
+            retained=match.retained,
+            hash_matched=match.hash_matched,
+            hits=match.hits,
+        )
+        for match in answer.matches
+    ]
+    return store_pb2.LookupReply(
+        matches=matches,
+        lease_id=answer.lease or "",
+        waited_s=waited_s,
+        attention_tokens=answer.extent.attention,
+        recurrent_tokens=answer.extent.recurrent,
+    )
+
+
+def _one_line(text: str) -> str:
+    """What a refusal quotes may be of any content, and gRPC drops details of some kilobytes."""
+    return " ".join(text.split())[:DETAILS_MAX]
 
 
 def _key(key: store_pb2.Key) -> ObjectKey:

@@ -16,6 +16,8 @@ import grpc
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 
+from backhaul.transfer.entries import CALL_CHOICES_MAX, CALL_OBJECTS_MAX, HASHES_MAX
+
 LOG_INTERVAL_S = 10.0
 """One line per so long; the next one says how many came in between."""
 
@@ -83,6 +85,37 @@ def _fields_with_numbers(descriptor: Any) -> list[FieldDescriptor]:
     return known
 
 
+COUNTS_MAX: dict[str, int] = {
+    "backhaul.v1.LookupRequest.boundary_hashes": HASHES_MAX,
+    "backhaul.v1.LocateRequest.keys": CALL_OBJECTS_MAX,
+    "backhaul.v1.ReleaseLeaseRequest.lease_ids": CALL_OBJECTS_MAX,
+    "backhaul.v1.ReserveRequest.wants": CALL_OBJECTS_MAX,
+    "backhaul.v1.CommitRequest.written": CALL_OBJECTS_MAX,
+    "backhaul.v1.Manifest.hashes": HASHES_MAX,
+    "backhaul.v1.Manifest.kinds": CALL_CHOICES_MAX,
+    "backhaul.v1.KeepAliveRequest.publication_ids": CALL_OBJECTS_MAX,
+    "backhaul.v1.ListCheckpointsRequest.kinds": CALL_CHOICES_MAX,
+    "backhaul.v1.ListCheckpointsRequest.visibilities": CALL_CHOICES_MAX,
+    "backhaul.v1.ListCheckpointsRequest.prefix_hashes": HASHES_MAX,
+}
+"""Repeated field of a request -> how many values it may have. Handlers run on the event loop, each
+to its end: what nobody counts holds up everybody's lookups."""
+
+
+def too_many(message: Message) -> str | None:
+    """Which repeated field has more values than it may; None where none has."""
+    for field, value in message.ListFields():
+        if field.is_repeated:
+            count, most = len(value), COUNTS_MAX.get(field.full_name)
+            if most is not None and count > most:
+                return f"{field.name} has {count} values: at most {most} are taken"
+        elif field.message_type is not None:
+            wrong = too_many(value)
+            if wrong is not None:
+                return f"{field.name}.{wrong}"
+    return None
+
+
 class InputGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg, unused-ignore]
     """Reads requests in gRPC's place, for every service of the server."""
 
@@ -148,7 +181,10 @@ class InputGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg, unused-i
 
     async def _check(self, method: str, request: Any, context: Any) -> None:
         """Abort the call unless the request can be handled."""
-        wrong = request.why if isinstance(request, Malformed) else wrong_number(request)
+        if isinstance(request, Malformed):
+            wrong: str | None = request.why
+        else:  # counted first: looking at each of too many takes as long as the call would
+            wrong = too_many(request) or wrong_number(request)
         if wrong is not None:
             self._log.warning("refused a call of %s: %s", method, wrong)
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{method}: {wrong}")

@@ -70,7 +70,8 @@ async def serve(settings: DaemonSettings) -> None:
             settings.capacity_bytes, instance_id=index.instance_id, prefault=settings.prefault
         )
         stack.callback(pool.close)
-        catalog = Catalog(index, pool)
+        http_address = Address(settings.http.host, http_socket.getsockname()[1])
+        catalog = Catalog(index, pool, http_address=str(http_address))
         status = _add_services(server, catalog)
         await server.start()
         stack.push_async_callback(server.stop, settings.grace_s)
@@ -82,7 +83,6 @@ async def serve(settings: DaemonSettings) -> None:
         http_task = asyncio.create_task(http.serve(sockets=[http_socket]), name="http")
         expire_task = asyncio.create_task(_expire(catalog), name="expire")
         stop_task = asyncio.create_task(stop.wait(), name="stop")
-        http_address = Address(settings.http.host, http_socket.getsockname()[1])
         print(
             f"backhaul store ready: grpc {address}, "
             f"pool {format_bytes(settings.capacity_bytes)}, http {http_address}, "

@@ -23,6 +23,8 @@ _SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,18})?)\s*([A-Za-z]*)", re.ASCII)
 SIZE_MAX_BYTES = 1 << 60
 """More is a slip of the keyboard."""
 PORT_MAX = 65_535
+EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+"""Hosts that stand for every address of a machine, and where it reaches itself then."""
 
 
 class Address(NamedTuple):
@@ -34,6 +36,16 @@ class Address(NamedTuple):
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{host}:{self.port}"
+
+    def seen_from(self, host: str) -> Address:
+        """Where a client that reaches this machine as ``host`` finds it: who listens everywhere is
+        there, too."""
+        return Address(host, self.port) if self.host in EVERYWHERE else self
+
+    @property
+    def from_here(self) -> Address:
+        """Where a client on this machine finds it."""
+        return self.seen_from(EVERYWHERE.get(self.host, ""))
 
 
 _LISTEN = Address("127.0.0.1", 7400)

@@ -11,7 +11,7 @@ import pytest
 from backhaul.benchmarks.reuse import real
 from backhaul.benchmarks.reuse.model_shape import preset
 from backhaul.benchmarks.reuse.real import RealArms
-from backhaul.benchmarks.reuse.record import Arm, Source
+from backhaul.benchmarks.reuse.record import Arm, ArmResult, Source
 from backhaul.benchmarks.reuse.trace import Span, Turn
 from backhaul.deploy.pair import Pair
 from backhaul.protocols import store_pb2
@@ -123,3 +123,17 @@ def test_a_real_engine_is_told_of_rewriting_only_what_holds_for_its_own_reply(
     told = real.hints(Arm(source=Source.REAL, workload="w", policy="boundaries"), turn)
     assert ("rewrites" in told) is said
     assert told.get("rewrites", []) == []
+
+
+def test_an_arm_in_which_the_store_did_not_answer_is_run_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    arm = Arm(source=Source.REAL, workload="w", policy="both")
+    said = iter([([], 2.0), ([], 1.0), ([ArmResult(arm=arm, seconds=1.0, requests=0)], 0.0)])
+    arms = RealArms(cast(Pair, FakePair()), SHAPE)
+    monkeypatch.setattr(arms, "_once", lambda *_: next(said))
+    (only,) = arms.run(arm, ())
+    assert isinstance(only, ArmResult)
+    monkeypatch.setattr(arms, "_once", lambda *_: ([], 4.0))
+    with pytest.raises(TimeoutError, match="left 4 publications of arm w both unanswered, 3 times"):
+        arms.run(arm, ())

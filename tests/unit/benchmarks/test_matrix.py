@@ -11,7 +11,6 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
 from backhaul.benchmarks.reuse.contents import Contents
 from backhaul.benchmarks.reuse.matrix import (
@@ -36,6 +35,7 @@ from backhaul.benchmarks.reuse.trace import Span, Turn
 from backhaul.benchmarks.reuse.waves import waves
 from backhaul.benchmarks.reuse.workloads import Sizes, workload
 from backhaul.deploy.bench_command import parse_budget
+from backhaul.deploy.console import Console
 from backhaul.protocols.checkpoint import CheckpointKind
 from backhaul.protocols.errors import ConfigError
 

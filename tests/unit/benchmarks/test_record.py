@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -75,6 +77,39 @@ def test_a_malformed_line_is_named(tmp_path: Path, line: str) -> None:
     path.write_text(f"\n{line}\n"[1:])
     with pytest.raises(ConfigError, match=r"results.jsonl:1: no result"):
         list(read_results(path))
+
+
+NUMBERS = [
+    (kind, name)
+    for kind in (RequestResult, ArmResult)
+    for name, field in msgspec.json.schema(kind)["$defs"][kind.__name__]["properties"].items()
+    if field.get("type") in ("integer", "number") and name != "version"
+]
+
+
+@pytest.mark.parametrize(("kind", "name"), NUMBERS, ids=lambda one: getattr(one, "__name__", one))
+@pytest.mark.parametrize(
+    "number", ["-1", "-0.001", "NaN", "Infinity", "-Infinity", "1e999", "1" + "0" * 400, "null"]
+)
+def test_a_number_that_cannot_be_is_named(
+    tmp_path: Path, kind: type[Any], name: str, number: str
+) -> None:
+    path = tmp_path / "results.jsonl"
+    needed = {"request": "r", "prompt_tokens": 1, "seconds": 1.0, "requests": 1}
+    known = {n: v for n, v in needed.items() if n in kind.__struct_fields__}
+    plain = msgspec.to_builtins(kind(arm=ARM, **known))
+    whole = json.dumps(plain)
+    odd = json.dumps(plain | {name: "odd"}).replace('"odd"', number)
+    path.write_text(f"{whole}\n{odd}\n")
+    with pytest.raises(ConfigError) as raised:
+        list(read_results(path))
+    assert "results.jsonl:2: no result of this experiment: " in str(raised.value)
+    assert f"$.{name}" in str(raised.value) or "malformed" in str(raised.value)
+
+
+def test_a_file_that_is_gone_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        list(read_results(tmp_path / "none"))
 
 
 def test_another_version_is_refused(tmp_path: Path) -> None:

@@ -103,14 +103,17 @@ def test_a_policy_without_its_ends_is_no_comparison() -> None:
     assert "boundaries had none of its ends to keep: nothing can be said" in said["boundaries"]
     assert "% of the prompt's tokens" in said["both"]
     remarks = "\n".join(report.remarks)
-    assert "Of 2 comparisons" in remarks and "In 2 more the policy had none" in remarks
+    assert "Comparisons: 2; with a later first token: " in remarks
+    assert "Not compared, as the policy had none of its ends to keep: 2." in remarks
+    assert {row[-1] for row in report.runs.rows} == {"-"}, "nothing was evicted: no lifetime"
 
 
 @pytest.mark.parametrize(
     ("value", "unit", "text"),
     [
         (0.6364, Unit.SHARE, "63.6%"),
-        (64_400_000.0, Unit.BYTES, "64.4 MB"),
+        (64_400_000.0, Unit.BYTES, "61.4 MiB"),
+        (511.6, Unit.BYTES, "512 bytes"),
         (0.0123, Unit.SECONDS, "12 ms"),
         (75.0, Unit.SECONDS, "75.0 s"),
         (3.0, Unit.COUNT, "3"),

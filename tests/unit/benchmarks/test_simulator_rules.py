@@ -71,6 +71,10 @@ def test_the_books_agree(name: str, routing: Routing) -> None:
             assert result.hit_tokens % B == 0
             assert (result.loaded_tokens > 0) is bool(result.selected)
             assert all(hit < result.hit_tokens for hit in result.without.values())
+            assert result.added_flops == {
+                kind: TINY.prefill_flops(hit, result.hit_tokens)
+                for kind, hit in result.without.items()
+            }
             assert 0 < result.ttft_s <= result.residency_s
             assert 0 <= result.saved_flops < result.prefill_flops
             selected = [
@@ -223,13 +227,13 @@ def test_a_store_smaller_than_a_checkpoint_costs_misses_only() -> None:
     assert total_hits(results) == 0 and arm.refused > 0
 
 
-def test_both_engines_lookups_are_traffic_to_admission(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefills_lookups_are_traffic_to_admission(monkeypatch: pytest.MonkeyPatch) -> None:
     credited: list[int] = []
     monkeypatch.setattr(AdmitAll, "credit", lambda _, tokens: credited.append(tokens))
     trace = workload("full_replay", SMALL)
     run(trace)
-    expected = [(turn.prompt_tokens - left) // B * B for turn in trace for left in (1, 2)]
-    assert sorted(credited) == sorted(expected), "prefill lacks the token that is handed over"
+    expected = [(turn.prompt_tokens - 2) // B * B for turn in trace]
+    assert sorted(credited) == sorted(expected), "without the token handed over and the last one"
 
 
 def test_boundaries_find_what_was_supplied_and_what_the_parser_keeps() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from backhaul.benchmarks.reuse.trace import Turn, length, shared_prefix
 from backhaul.benchmarks.traces import Reason, TraceError, open_trace, text
-from backhaul.benchmarks.traces.dialogue import TextRules
+from backhaul.benchmarks.traces.dialogue import HEADER_TOKENS, TextRules
 from backhaul.benchmarks.traces.text import CharacterEstimate, Pieces, TokenizerCount
 
 SYSTEM = {"role": "system", "content": "Answer briefly and do not make things up."}
@@ -68,7 +68,7 @@ class TestMessages:
 
     def test_dropped_reasoning_survives_the_tool_loop_only(self, tmp_path: Path) -> None:
         call, answer, last = _read(tmp_path, {"messages": DIALOGUE}, reasoning_kept=False)
-        assert call.reasoning_kept is False
+        assert call.reasoning_kept is True, "the next prompt is the loop's"
         assert _kept(call, answer) == _end(call)
         assert _kept(call, last) == call.prompt_tokens
         assert call.reasoning_tokens > 0
@@ -193,7 +193,7 @@ class TestSweAgent:
         run = RUN | ({"replay_config": json.dumps(config)} if recorded else {})
         full = _read(tmp_path, RUN, "run.traj")
         turns = _read(tmp_path, run, "run.traj", observations=None if recorded else 1)
-        assert turns[:2] == full[:2]
+        assert [turn.prompt for turn in turns[:2]] == [turn.prompt for turn in full[:2]]
         # What the first request had is still there, and then the omitted result begins.
         assert _kept(turns[1], turns[2]) == _end(turns[0]) + 1 + 3
         assert _kept(turns[0], turns[3]) == _end(turns[0])
@@ -320,3 +320,56 @@ class TestPieces:
         two = pieces.spans("the quick brown fox jumps over the lazy dot now")
         assert (length(one), length(two)) == (10, 10)
         assert shared_prefix(one, two) == 8
+
+
+class TestWhatRolesTell:
+    def test_positions_that_an_application_would_keep(self, tmp_path: Path) -> None:
+        tools = [{"type": "function", "function": {"name": "find"}}]
+        other = [SYSTEM, THANKS, LAST]
+        call, answer, last, elsewhere = _read(
+            tmp_path, [{"messages": DIALOGUE, "tools": tools}, {"messages": other, "tools": tools}]
+        )
+        opening = call.boundaries[0]
+        assert shared_prefix(call.prompt, elsewhere.prompt) >= opening == elsewhere.boundaries[0]
+        # Until the next user's message the end of this one is what stays.
+        assert call.boundaries == answer.boundaries == (opening, call.u_end)
+        assert last.boundaries == (opening, last.u_end)
+
+    def test_no_position_without_a_role_that_says_it(self, tmp_path: Path) -> None:
+        (only,) = _read(tmp_path, {"messages": [ANSWER]})
+        assert only.boundaries == () and only.suffix_start is None
+
+    @pytest.mark.parametrize("reasoning_kept", [True, False])
+    def test_what_comes_back_as_it_was(self, tmp_path: Path, reasoning_kept: bool) -> None:
+        odd = '{"what":"lighthouse"}'
+        thought = {**ANSWER, "reasoning": "It is near."}
+        call = {**CALL, "tool_calls": [{"function": {"name": "find", "arguments": odd}}]}
+        turns = _read(
+            tmp_path,
+            {"messages": [SYSTEM, ASK, call, FOUND, thought, THANKS, LAST]},
+            reasoning_kept=reasoning_kept,
+        )
+        called, answered, last = turns
+        # The call is written in other words, after as much as the parser keeps of the reply.
+        assert called.reasoning_kept is True
+        assert called.verbatim_tokens == called.reasoning_tokens
+        assert _kept(called, answered) >= called.prompt_tokens + (called.verbatim_tokens or 0)
+        assert answered.reasoning_kept is reasoning_kept
+        assert answered.verbatim_tokens == (answered.output_tokens if reasoning_kept else 0)
+        assert last.verbatim_tokens == last.output_tokens and last.reasoning_kept is None
+
+    def test_the_position_before_what_the_next_step_replaces(self, tmp_path: Path) -> None:
+        history = [{"role": "system", "content": "You fix bugs."}]
+        for step in range(5):
+            told = f"Observation {step}: " + "some lines of output " * (3 + step)
+            history.append({"role": "user", "content": told})
+            history.append({"role": "assistant", "content": f"Command number {step}"})
+        turns = _read(tmp_path, {"history": history}, "run.traj", observations=2)
+        departs = 0
+        for before, after in pairwise(turns):
+            kept = _kept(before, after)
+            if kept < before.prompt_tokens:
+                departs += 1
+                # The header of the replaced message is the same.
+                assert kept - HEADER_TOKENS in before.boundaries
+        assert departs >= 2

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-import importlib
-import importlib.util
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
+
+from backhaul.connector.front_end import FrontEnd
 
 T = TypeVar("T")
 
@@ -20,22 +19,12 @@ class RenderApp:
     """Made once per template; ``template`` is text, None for the model's own."""
 
     def __init__(self, model: Path, template: Path | None, *arguments: str) -> None:
-        from vllm import AsyncEngineArgs
-        from vllm.config import VllmConfig
-        from vllm.entrypoints.launchers.app import build_app
-        from vllm.entrypoints.launchers.render.app_state import init_render_app_state
-        from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-        parser = _cli_args().make_arg_parser(FlexibleArgumentParser())
-        given = ["--model", str(model), "--served-model-name", NAME, "--max-model-len", "8192"]
+        given = ["--served-model-name", NAME, "--max-model-len", "8192"]
         if template is not None:
             given += ["--chat-template", str(template)]
-        args = parser.parse_args([*given, *arguments])
-        config = VllmConfig(model_config=AsyncEngineArgs.from_cli_args(args).create_model_config())
-        self.loop = asyncio.new_event_loop()
-        self.app = build_app(args, ("render",))
-        self.loop.run_until_complete(init_render_app_state(config, self.app.state, args))
-        self.online_renderer = self.app.state.online_renderer
+        self._end = FrontEnd(model, [*given, *arguments])
+        self.app, self.loop = self._end.app, self._end.loop
+        self.online_renderer = self._end.online_renderer
         self.tokenizer = self.online_renderer.renderer.get_tokenizer()
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
@@ -55,14 +44,7 @@ class RenderApp:
         return answer
 
     def close(self) -> None:
-        self.loop.close()
-
-
-def _cli_args() -> Any:
-    """vLLM 0.33 moved the module."""
-    names = ("vllm.entrypoints.common.cli_args", "vllm.entrypoints.launchers.cli_args")
-    found = next(n for n in names if importlib.util.find_spec(n) is not None)
-    return importlib.import_module(found)
+        self._end.close()
 
 
 def params_of(answer: dict[str, Any]) -> dict[str, Any]:

@@ -1,12 +1,16 @@
-"""Checkpoints published by workers of one tensor-parallel size, loaded by those of another: through
-the real worker halves and a real store, over cache tensors as vLLM lays them out."""
+"""Checkpoints published by workers of one tensor-parallel size and number of pipeline stages and
+loaded by those of another: through the real worker halves and a real store, over cache tensors as
+vLLM lays them out."""
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
@@ -16,7 +20,6 @@ pytest.importorskip("vllm")
 import torch
 
 from backhaul.connector.catalog import Catalog
-from backhaul.connector.foreign import largest_sources
 from backhaul.connector.messages import BlockRef, LoadJob, PublishJob, StepMetadata
 from backhaul.connector.worker import WorkerHalf
 from backhaul.protocols.checkpoint import (
@@ -25,15 +28,18 @@ from backhaul.protocols.checkpoint import (
     CheckpointMatch,
     DomainId,
     LeaseId,
+    ObjectKey,
     PublicationId,
     Reason,
 )
 from backhaul.protocols.domain import DomainRecord
-from backhaul.protocols.layout import CacheLayout, GroupKind, GroupLayout
+from backhaul.protocols.errors import StoreUnavailable
+from backhaul.protocols.layout import CacheLayout, GroupKind, GroupLayout, checkpoint_objects
 from backhaul.protocols.options import Options
 from backhaul.protocols.sharding import Part, Rows, page_bytes
 from backhaul.transfer.backends.inprocess import InProcessPool, InProcessStore
-from backhaul.transfer.base import TransferResult
+from backhaul.transfer.base import LookupResult, TransferResult, Written
+from backhaul.transfer.foreign import largest_sources
 
 BLOCKS, TOKENS, KERNEL_BLOCKS = 6, 8, 2
 HEADS, CONTENT = 4, 10
@@ -41,16 +47,44 @@ UNIT = 6  # bytes per head of a state
 PADDING = 32  # bytes after each state
 ATTENTION = (Rows(1, (Part(HEADS, TOKENS * CONTENT * 2),)),)
 STATE = (Rows(2, (Part(HEADS, UNIT), Part(2 * HEADS, UNIT))), Rows(1, (Part(HEADS, 3 * UNIT),)))
-LAYERS = ("a", "b"), ("s",)
+NUMBERS = {"s": 0, "a": 1, "t": 2, "b": 3, "c": 4}
+LAYERS = ("a", "b", "c"), ("s", "t")
+CUTS = {1: (5,), 2: (2, 3)}
 BOUNDARY = 3 * TOKENS
 HASHES = tuple(bytes([i]) * 32 for i in range(3))
-SIZES = [(1, 2), (2, 1), (2, 4), (4, 2), (1, 4), (4, 1)]
 
 
-def record(tensor: int) -> DomainRecord:
+class Size(NamedTuple):
+    """How a model is spread over ranks."""
+
+    tensor: int
+    stages: int = 1
+
+    def __str__(self) -> str:
+        return f"TP {self.tensor} PP {self.stages}" if self.stages > 1 else f"TP {self.tensor}"
+
+
+SIZES = [
+    *((Size(a), Size(b)) for a, b in ((1, 2), (2, 1), (2, 4), (4, 2), (1, 4), (4, 1))),
+    (Size(1, 2), Size(2)), (Size(2), Size(1, 2)), (Size(1, 2), Size(1)), (Size(1), Size(1, 2)),
+    (Size(2, 2), Size(4)), (Size(4), Size(2, 2)), (Size(2, 2), Size(1, 2)),
+    (Size(1, 2), Size(2, 2)),
+]  # fmt: skip
+
+
+def held(stages: int, stage: int) -> tuple[tuple[str, ...], ...]:
+    """Names of a stage's layers, by group."""
+    start = sum(CUTS[stages][:stage])
+    numbers = range(start, start + CUTS[stages][stage])
+    return tuple(tuple(name for name in group if NUMBERS[name] in numbers) for group in LAYERS)
+
+
+def record(tensor: int, stages: int = 1) -> DomainRecord:
+    names = held(stages, 0)
     groups = tuple(
         GroupLayout(
-            index=index, kind=kind, block_tokens=TOKENS, layers=len(LAYERS[index]), page=page,
+            index=index, kind=kind, block_tokens=TOKENS, layers=len(names[index]), page=page,
+            numbers=tuple(NUMBERS[name] for name in names[index]), members=str(names[index]),
             page_bytes=page_bytes(page, tensor),
         )
         for index, (kind, page) in enumerate(
@@ -58,31 +92,38 @@ def record(tensor: int) -> DomainRecord:
         )
     )  # fmt: skip
     return DomainRecord(
-        model="m", weights="w", layout=CacheLayout(groups=groups, hash_tokens=TOKENS, ranks=tensor),
+        model="m", weights="w",
+        layout=CacheLayout(groups=groups, hash_tokens=TOKENS, ranks=tensor * stages),
         hash_function="sha256", hash_probe="00", kv_dtype="bfloat16", kv_layout="LBHNC",
-        platform="cpu", tensor_parallel=tensor, vllm="0.32",
+        platform="cpu", tensor_parallel=tensor, pipeline_parallel=stages, vllm="0.32",
+        pipeline_layers=",".join(map(str, CUTS[stages])) if stages > 1 else "",
     )  # fmt: skip
 
 
 class Rank:
     """One worker with its cache tensors."""
 
-    def __init__(self, pool: InProcessPool, tensor: int, rank: int, **options: Any) -> None:
-        self.tensor, self.rank, self.domain = tensor, rank, record(tensor)
+    def __init__(
+        self, pool: InProcessPool, tensor: int, rank: int, stages: int = 1, **options: Any
+    ) -> None:
+        self.tensor, self.domain = tensor, record(tensor, stages)
+        stage, self.tensor_rank = divmod(rank, tensor)
+        self.names = held(stages, stage)
         heads = HEADS // tensor
         self.caches: dict[str, torch.Tensor] = {
             name: torch.zeros(
                 BLOCKS * KERNEL_BLOCKS, heads, TOKENS // KERNEL_BLOCKS, CONTENT,
                 dtype=torch.bfloat16,
             )
-            for name in LAYERS[0]
+            for name in self.names[0]
         }  # fmt: skip
         size = page_bytes(STATE, tensor)
-        padded = torch.zeros(BLOCKS, 1, 1, size + PADDING, dtype=torch.int8)
-        self.caches["s"] = padded[..., :size]
+        for name in self.names[1]:
+            padded = torch.zeros(BLOCKS, 1, 1, size + PADDING, dtype=torch.int8)
+            self.caches[name] = padded[..., :size]
         config = SimpleNamespace(
             prefix_cacheable_group_ids=(0, 1),
-            kv_cache_groups=[SimpleNamespace(layer_names=names) for names in LAYERS],
+            kv_cache_groups=[SimpleNamespace(layer_names=names) for names in self.names],
             num_blocks=BLOCKS,
         )
         self.half = WorkerHalf(
@@ -94,19 +135,25 @@ class Rank:
 
     def fill(self) -> None:
         """This rank's shard of what all models of this test hold in blocks 1 ... 3."""
-        for block in (1, 2, 3):
-            for name in LAYERS[0]:
-                whole = values(f"{name}{block}", HEADS, KERNEL_BLOCKS, -1, CONTENT)
-                share = whole.chunk(self.tensor)[self.rank].transpose(0, 1)
-                kernel = slice(block * KERNEL_BLOCKS, (block + 1) * KERNEL_BLOCKS)
-                self.caches[name][kernel] = share
-        rows = [
-            part.chunk(self.tensor)[self.rank].flatten()
-            for row in range(2)
-            for part in (values(f"q{row}", HEADS, UNIT), values(f"v{row}", 2 * HEADS, UNIT))
-        ]
-        matrix = values("m", HEADS, 3 * UNIT).chunk(self.tensor)[self.rank].flatten()
-        self.caches["s"][3, 0, 0] = torch.cat([*rows, matrix]).to(torch.int8)
+        for block, name in product((1, 2, 3), self.names[0]):
+            whole = values(f"{name}{block}", HEADS, KERNEL_BLOCKS, -1, CONTENT)
+            share = self._share(whole).transpose(0, 1)
+            kernel = slice(block * KERNEL_BLOCKS, (block + 1) * KERNEL_BLOCKS)
+            self.caches[name][kernel] = share
+        for name in self.names[1]:
+            rows = [
+                self._share(part).flatten()
+                for row in range(2)
+                for part in (
+                    values(f"{name}q{row}", HEADS, UNIT),
+                    values(f"{name}v{row}", 2 * HEADS, UNIT),
+                )
+            ]
+            matrix = self._share(values(f"{name}m", HEADS, 3 * UNIT)).flatten()
+            self.caches[name][3, 0, 0] = torch.cat([*rows, matrix]).to(torch.int8)
+
+    def _share(self, whole: torch.Tensor) -> torch.Tensor:
+        return whole.chunk(self.tensor)[self.tensor_rank]
 
     def contents(self) -> list[bytes]:
         return [
@@ -136,19 +183,19 @@ def pool() -> InProcessPool:
 
 
 @pytest.fixture
-def published(pool: InProcessPool, request: pytest.FixtureRequest) -> Iterator[int]:
+def published(pool: InProcessPool, request: pytest.FixtureRequest) -> Iterator[Size]:
     """All ranks of one size publish the checkpoint; answers the size."""
-    tensor: int = request.param
-    ranks = [Rank(pool, tensor, rank) for rank in range(tensor)]
+    size: Size = request.param
+    ranks = [Rank(pool, size.tensor, i, size.stages) for i in range(size.tensor * size.stages)]
     manifest = CheckpointManifest(
         boundary=BOUNDARY, hashes=HASHES, kinds=(CheckpointKind.DECODE_END,)
     )
-    job = PublishJob(1, PublicationId("p"), record(tensor).domain_id, BLOCK_REFS, manifest)
+    job = PublishJob(1, PublicationId("p"), record(*size).domain_id, BLOCK_REFS, manifest)
     for one in ranks:
         one.half._store.open_domain(one.domain, timeout_s=1)
         one.fill()
         assert one.half._publish(job).ok
-    yield tensor
+    yield size
     for one in ranks:
         one.half.shutdown()
 
@@ -163,25 +210,26 @@ def look_up(pool: InProcessPool, ours: DomainRecord, **options: Any) -> Any:
 
 def load(rank: Rank, answer: Any) -> TransferResult:
     assert answer.foreign is not None
-    return rank.half._load(LoadJob(2, "r", answer.foreign.lease, BLOCK_REFS, answer.foreign.record))
+    job = LoadJob(2, "r", answer.foreign.lease, BLOCK_REFS, answer.foreign.record)
+    return rank.half._convert(job, until=time.monotonic() + 60)
 
 
 @pytest.mark.parametrize(
-    ("published", "tensor"), SIZES, indirect=["published"], ids=[f"{a}-{b}" for a, b in SIZES]
+    ("published", "size"), SIZES, indirect=["published"], ids=[f"{a} to {b}" for a, b in SIZES]
 )
 @pytest.mark.parametrize("buffer", ["one block at a time", "all at once"])
 def test_loaded_pages_are_those_of_the_unsharded_state(
-    pool: InProcessPool, published: int, tensor: int, buffer: str
+    pool: InProcessPool, published: Size, size: Size, buffer: str
 ) -> None:
-    ours = record(tensor)
-    least = largest_sources(ours, record(published))
+    ours = record(*size)
+    least = largest_sources(ours, record(*published))
     options = {"convert_buffer_bytes": least if buffer == "one block at a time" else 1 << 16}
     answer = look_up(pool, ours, **options)
     assert [(m.boundary, m.consumable, m.domain) for m in answer.result.matches] == [
-        (BOUNDARY, True, record(published).domain_id)
+        (BOUNDARY, True, record(*published).domain_id)
     ]
-    for rank in range(tensor):
-        one, expected = (Rank(pool, tensor, rank, **options) for _ in range(2))
+    for rank in range(size.tensor * size.stages):
+        one, expected = (Rank(pool, size.tensor, rank, size.stages, **options) for _ in range(2))
         expected.fill()
         result = load(one, answer)
         assert result.ok and result.unsettled is None
@@ -190,18 +238,18 @@ def test_loaded_pages_are_those_of_the_unsharded_state(
         expected.half.shutdown()
 
 
-@pytest.mark.parametrize("published", [2], indirect=True)
-def test_only_the_ranks_that_hold_a_part_are_read(pool: InProcessPool, published: int) -> None:
+@pytest.mark.parametrize("published", [Size(2)], indirect=True)
+def test_only_the_ranks_that_hold_a_part_are_read(pool: InProcessPool, published: Size) -> None:
     one = Rank(pool, 4, 3)
     result = load(one, look_up(pool, record(4)))
-    assert result.nbytes == 3 * 2 * page_bytes(ATTENTION, 2) + page_bytes(STATE, 2)
+    assert result.nbytes == 3 * 3 * page_bytes(ATTENTION, 2) + 2 * page_bytes(STATE, 2)
     one.half.shutdown()
 
 
-@pytest.mark.parametrize("published", [2], indirect=True)
+@pytest.mark.parametrize("published", [Size(2)], indirect=True)
 @pytest.mark.parametrize("buffer_bytes", [0, 100])
 def test_without_room_to_convert_they_are_not_consumable(
-    pool: InProcessPool, published: int, buffer_bytes: int
+    pool: InProcessPool, published: Size, buffer_bytes: int
 ) -> None:
     answer = look_up(pool, record(1), convert_buffer_bytes=buffer_bytes)
     (match,) = answer.result.matches
@@ -210,8 +258,8 @@ def test_without_room_to_convert_they_are_not_consumable(
     assert answer.leases == []
 
 
-@pytest.mark.parametrize("published", [2], indirect=True)
-def test_an_object_that_was_damaged_is_not_used(pool: InProcessPool, published: int) -> None:
+@pytest.mark.parametrize("published", [Size(2)], indirect=True)
+def test_an_object_that_was_damaged_is_not_used(pool: InProcessPool, published: Size) -> None:
     one = Rank(pool, 1, 0)
     empty = one.contents()
     answer = look_up(pool, record(1))
@@ -221,8 +269,8 @@ def test_an_object_that_was_damaged_is_not_used(pool: InProcessPool, published: 
     one.half.shutdown()
 
 
-@pytest.mark.parametrize("published", [2], indirect=True)
-def test_leases_that_are_not_used_are_given_back(pool: InProcessPool, published: int) -> None:
+@pytest.mark.parametrize("published", [Size(2)], indirect=True)
+def test_leases_that_are_not_used_are_given_back(pool: InProcessPool, published: Size) -> None:
     catalog = Catalog(InProcessStore(pool), record(1), Options(store="inprocess://"))
     for use in (lambda: catalog.drop("r"), lambda: catalog.release(taken())):
 
@@ -240,9 +288,9 @@ def test_leases_that_are_not_used_are_given_back(pool: InProcessPool, published:
     catalog.close()
 
 
-@pytest.mark.parametrize("published", [2], indirect=True)
+@pytest.mark.parametrize("published", [Size(2)], indirect=True)
 def test_a_buffer_that_a_lost_transfer_may_write_to_is_not_used(
-    pool: InProcessPool, published: int, monkeypatch: pytest.MonkeyPatch
+    pool: InProcessPool, published: Size, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = Rank(pool, 1, 0)
     answer = look_up(pool, record(1))
@@ -263,8 +311,120 @@ def test_a_buffer_that_a_lost_transfer_may_write_to_is_not_used(
     one.half.shutdown()
 
 
-@pytest.mark.parametrize("published", [2], indirect=True)
-def test_ones_own_checkpoints_come_first(pool: InProcessPool, published: int) -> None:
+def hold(pool: InProcessPool, tensor: int, blocks: int) -> DomainId:
+    """Let a domain have the checkpoint that ends with so many blocks, of any content."""
+    store, domain = InProcessStore(pool), record(tensor)
+    store.open_domain(domain, timeout_s=1)
+    for rank in range(tensor):
+        wants = [
+            (ObjectKey(rank, group, block_hash), 64)
+            for group, block_hash in checkpoint_objects(domain.layout, blocks * TOKENS, HASHES)
+        ]
+        grants = store.reserve(domain.domain_id, PublicationId(f"{tensor}"), wants, timeout_s=1)
+        manifest = CheckpointManifest(
+            boundary=blocks * TOKENS, hashes=HASHES[:blocks], kinds=(CheckpointKind.DECODE_END,)
+        )
+        written = [Written(one.key, one.token, 0) for one in grants]
+        store.commit(
+            domain.domain_id, PublicationId(f"{tensor}"), rank, written, manifest, timeout_s=1
+        )
+    return domain.domain_id
+
+
+@pytest.mark.parametrize(("deep", "shallow"), [(1, 2), (2, 1)])
+def test_of_several_domains_the_one_that_reaches_furthest_is_asked(
+    pool: InProcessPool, deep: int, shallow: int
+) -> None:
+    furthest = hold(pool, deep, 3)
+    hold(pool, shallow, 2)
+    answer = look_up(pool, record(4))
+    assert answer.foreign.record.domain_id == furthest
+    assert [(m.boundary, m.domain) for m in answer.result.matches if m.consumable] == [
+        (3 * TOKENS, furthest)
+    ]
+
+
+def test_a_checkpoint_that_several_domains_hold_is_taken_from_one_that_can_be_converted(
+    pool: InProcessPool,
+) -> None:
+    """Not every one of them fits into the buffer."""
+    ours = record(4)
+    large, small = hold(pool, 1, 3), hold(pool, 2, 3)
+    answer = look_up(pool, ours, convert_buffer_bytes=largest_sources(ours, record(2)))
+    assert answer.foreign.record.domain_id == small
+    (match,) = InProcessStore(pool).lookup(ours.domain_id, HASHES, timeout_s=1).matches
+    assert sorted((match.domain, *match.also_in)) == sorted((large, small))
+
+
+def test_a_domain_that_cannot_be_asked_leaves_the_next_one(
+    pool: InProcessPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    furthest, next_one = hold(pool, 1, 3), hold(pool, 2, 2)
+    lookup = InProcessStore.lookup
+
+    def broken(store: InProcessStore, domain: DomainId, *args: Any, **more: Any) -> LookupResult:
+        if domain == furthest:
+            raise StoreUnavailable("gone")
+        return lookup(store, domain, *args, **more)
+
+    monkeypatch.setattr(InProcessStore, "lookup", broken)
+    answer = look_up(pool, record(4))
+    assert answer.foreign.record.domain_id == next_one
+    assert max(m.boundary for m in answer.result.matches if m.consumable) == 2 * TOKENS
+
+
+@pytest.mark.parametrize("own", [0, 1])
+def test_a_lookup_that_goes_on_in_another_domain_counts_once(
+    pool: InProcessPool, own: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the store's counters, and in the traffic that lets publications in."""
+    credited: list[int] = []
+    monkeypatch.setattr(pool.index.admission, "credit", credited.append)
+    hold(pool, 2, 3)
+    if own:
+        hold(pool, 4, own)
+    before = dict(pool.index.counters)
+    answer = look_up(pool, record(4))
+    assert answer.foreign is not None and (answer.result.lease is not None) == bool(own)
+    after = pool.index.counters
+    for name in ("lookups", "lookups_matched", "hits"):
+        assert after[name] - before[name] == 1, name
+    assert after["candidates_known"] - before["candidates_known"] == 1 + own
+    assert credited == [3 * TOKENS]
+
+
+def test_loads_that_need_no_conversion_do_not_wait_for_those_that_do(
+    pool: InProcessPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Conversions take turns; each waits for its turn no longer than a load may take."""
+    one = Rank(pool, 1, 0, transfer_threads=1, load_timeout_s=0.3)
+    turn = threading.Event()
+
+    def read(lease: LeaseId, *_: Any, **__: Any) -> TransferResult:
+        return TransferResult(ok=lease == "own" or turn.wait(60))
+
+    monkeypatch.setattr(one.half._store, "read", read)
+    theirs = record(2)
+    jobs = [LoadJob(i, f"{i}", LeaseId("theirs"), BLOCK_REFS, theirs) for i in range(3)]
+    jobs.append(LoadJob(3, "3", LeaseId("own"), BLOCK_REFS))
+    one.half.submit(StepMetadata(loads=jobs))
+    ended: set[str] = set()
+    while not ended:
+        ended = one.half.drain()[0]
+    assert ended == {"3"}
+    time.sleep(0.4)
+    turn.set()
+    while len(ended) < len(jobs):
+        ended |= one.half.drain()[0]
+    report = one.half.take_report()
+    assert report is not None
+    reasons = {one.job_id: one.reason for one in report.reports}
+    assert reasons == {3: None, 0: None, 1: Reason.TIMEOUT, 2: Reason.TIMEOUT}
+    one.half.shutdown()
+
+
+@pytest.mark.parametrize("published", [Size(2)], indirect=True)
+def test_ones_own_checkpoints_come_first(pool: InProcessPool, published: Size) -> None:
     """Another domain is asked only for what is deeper."""
     ours = record(2)
     answer = look_up(pool, ours)
@@ -302,9 +462,9 @@ def test_a_match_keeps_its_reason_where_the_record_cannot_be_had(
     catalog.close()
 
 
-@pytest.mark.parametrize("published", [2], indirect=True)
+@pytest.mark.parametrize("published", [Size(2)], indirect=True)
 def test_a_fault_in_another_domain_leaves_the_lookup_as_it_was(
-    pool: InProcessPool, published: int, monkeypatch: pytest.MonkeyPatch
+    pool: InProcessPool, published: Size, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It must not reach the scheduler, which asks for the answer."""
 
@@ -317,8 +477,8 @@ def test_a_fault_in_another_domain_leaves_the_lookup_as_it_was(
     assert [match.reason for match in answer.result.matches] == [Reason.DOMAIN_MISMATCH]
 
 
-@pytest.mark.parametrize("published", [2], indirect=True)
-def test_a_block_that_does_not_fit_is_a_failed_load(pool: InProcessPool, published: int) -> None:
+@pytest.mark.parametrize("published", [Size(2)], indirect=True)
+def test_a_block_that_does_not_fit_is_a_failed_load(pool: InProcessPool, published: Size) -> None:
     """The scheduler half does not let it come to that; a worker that disagrees stays up."""
     one = Rank(pool, 1, 0, convert_buffer_bytes=100)
     answer = look_up(pool, record(1))

@@ -12,16 +12,18 @@ from backhaul.connector.endpoints import (
     choose_ends,
     chosen_kinds,
     decode_end,
-    deepest_usable,
     may_publish_decode,
     prompt_ends,
     publishes_decode_end,
     verbatim_end,
+    why_no_decode_end,
 )
 from backhaul.connector.hints import RequestHints
+from backhaul.protocols.candidates import deepest_usable
 from backhaul.protocols.checkpoint import CheckpointKind
 from backhaul.protocols.options import FinishReason, Options
 from backhaul.protocols.policy import Matched, Policy, Why
+from backhaul.protocols.record import DecodeEndReason
 
 B = 64
 
@@ -40,6 +42,20 @@ def ends(policy: Policy = Policy.BOTH, **values: Any) -> PromptEnds:
         "prompt_tokens": 1000, "junction": 0, "grid": B, "carries_prompt": False,
     }  # fmt: skip
     return prompt_ends(**{**arguments, **values})
+
+
+@given(st.booleans(), st.booleans(), st.integers(0, 50), st.integers(1, 400))
+def test_a_decode_end_that_is_not_sent_has_one_reason(
+    wanted: bool, included: bool, blocks: int, prompt_tokens: int
+) -> None:
+    boundary = 8 * blocks
+    reason = why_no_decode_end(
+        wanted=wanted, finish_included=included, boundary=boundary, prompt_tokens=prompt_tokens
+    )
+    assert (reason is DecodeEndReason.NOT_WANTED) == (not wanted)
+    assert (reason is DecodeEndReason.FINISH_EXCLUDED) == (wanted and not included)
+    kept = reason is DecodeEndReason.NOT_KEPT
+    assert kept == (wanted and included and boundary >= max(prompt_tokens - 1, 1))
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ states that kernels export from inside a chunk.
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import itertools
 import json
@@ -41,8 +42,10 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 from backhaul.connector.engine import EngineFacts, engine_facts
 from backhaul.connector.regions import GroupRegions, memory_regions
+from backhaul.protocols.comparison import Verdict, compare
 from backhaul.protocols.errors import UnsupportedError
 from backhaul.protocols.layout import GroupKind, checkpoint_objects
+from backhaul.protocols.stages import Portion, portions
 
 BLOCK = 32
 PAGE = 65536
@@ -306,3 +309,40 @@ def test_align_mode_without_a_recurrent_layer_ends_the_start(vllm_config: VllmCo
     assert not vllm_config.use_v2_model_runner
     with pytest.raises(UnsupportedError, match="no layer of this model is recurrent"):
         engine_facts(vllm_config, config)
+
+
+@pytest.mark.parametrize("name", ["LFM2", "Gemma-3"])
+def test_groups_of_two_pipeline_stages_are_a_cut_of_the_single_one_s(
+    name: str, vllm_config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By vLLM's own grouping; so their checkpoints are convertible, and it is known how."""
+    specs = {}
+    for i, make in enumerate(2 * FAMILIES[name]):
+        made = make(vllm_config)
+        is_layer = isinstance(made, torch.nn.Module)
+        specs[f"model.layers.{i}.mixer"] = made.get_kv_cache_spec(vllm_config) if is_layer else made
+    mode = "align" if name in RECURRENT else "none"
+    monkeypatch.setattr(vllm_config.cache_config, "mamba_cache_mode", mode)
+    names, half = list(specs), len(specs) // 2
+    memory = 64 * PAGE * len(specs)
+    (single,) = get_kv_cache_configs(vllm_config, [specs], [memory])
+    stages = [{n: specs[n] for n in part} for part in (names[:half], names[half:])]
+    first, second = get_kv_cache_configs(vllm_config, stages, [memory, memory])
+    one = engine_facts(vllm_config, single).domain
+    parallel = copy.copy(vllm_config.parallel_config)
+    parallel.pipeline_parallel_size = parallel.world_size = 2
+    monkeypatch.setattr(vllm_config, "parallel_config", parallel)
+    monkeypatch.setattr(vllm_config.model_config, "get_total_num_hidden_layers", lambda: 2 * half)
+    two = engine_facts(vllm_config, first).domain
+    assert two.pipeline_layers == f"{half},{half}"
+    assert compare(one, two).verdict is compare(two, one).verdict is Verdict.CONVERTIBLE
+    for index, group in enumerate(single.kv_cache_groups):
+        shares = [config.kv_cache_groups[index].layer_names for config in (first, second)]
+        assert group.layer_names == shares[0] + shares[1]
+        assert portions(one, two, index, 0, len(group.layer_names)) == [
+            Portion(stage, len(share), 0, len(share)) for stage, share in enumerate(shares)
+        ]
+        for stage, share in enumerate(shares):
+            at = group.layer_names.index(share[0])
+            whole = Portion(0, len(group.layer_names), at, len(share))
+            assert portions(two, one, index, stage, len(share)) == [whole]

@@ -10,7 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backhaul.connector.hints import KEY_CHARS_MAX, RequestHints, parse_hints
+from backhaul.connector.hints import (
+    KEY_CHARS_MAX,
+    PROMPT_TAIL,
+    RequestHints,
+    parse_hints,
+    whole_prompt,
+)
 from backhaul.protocols.checkpoint import CheckpointKind
 from backhaul.protocols.policy import EXTRA_MAX, HINT_FIELDS, Known, Matched, Policy
 from backhaul.protocols.record import RequestRecord
@@ -64,6 +70,8 @@ def test_absent_hints_and_another_legs_answer_are_fine() -> None:
 
 
 GOOD: dict[str, list[tuple[Any, Any]]] = {
+    "prompt_length": [(1, 1), (11, 11)],
+    "prompt_tail": [([], ()), ([0, 7], (0, 7)), ([1] * PROMPT_TAIL, (1,) * PROMPT_TAIL)],
     "policy": [("auto", Policy.AUTO), ("boundaries", Policy.BOUNDARIES)],
     "boundaries": [([], ()), ([7, 3, 3], (7, 3, 3)), ([10] * EXTRA_MAX, (10,) * EXTRA_MAX)],
     "template": [("", ""), ("t" * KEY_CHARS_MAX, "t" * KEY_CHARS_MAX)],
@@ -77,6 +85,8 @@ GOOD: dict[str, list[tuple[Any, Any]]] = {
     "ends": [([], ()), (["decode_end"], (CheckpointKind.DECODE_END,))],
 }
 BAD: dict[str, list[Any]] = {
+    "prompt_length": [0, -1, True, "3", [3]],
+    "prompt_tail": [5, [-1], ["5"], [True], [1] * (PROMPT_TAIL + 1)],
     "policy": ["sometimes", 3, [], {}],
     "boundaries": [3, "3", [0], [11], [True], [1.0], [1] * (EXTRA_MAX + 1), {"a": 1}],
     "template": [3, "t" * (KEY_CHARS_MAX + 1), ["t"]],
@@ -143,7 +153,22 @@ def test_a_policy_sees_what_was_said() -> None:
 @pytest.mark.parametrize(
     ("value", "told"), [(True, True), (False, False), (None, False), (1, False)]
 )
-def test_token_ids_are_told_where_asked_for(value: object, told: bool) -> None:
+def test_token_ids_are_asked_for(value: object, told: bool) -> None:
     hints = parse_hints({"return_prompt_token_ids": value}, 10)
     assert hints.return_prompt_token_ids is told
     assert hints.rejected == (("return_prompt_token_ids",) if value == 1 and not told else ())
+
+
+@given(st.lists(st.integers(0, 2**20), min_size=2, max_size=200), st.integers(0, 80))
+def test_a_prompt_that_was_cut_is_told_whole_or_not_at_all(ids: list[int], dropped: int) -> None:
+    """NIXL's prefill side drops the last token, or as many as a drafter looks ahead: a decode
+    worker that was given the rest would answer another prompt."""
+    left = ids[: len(ids) - dropped] if dropped else ids
+    said = {"prompt_length": len(ids), "prompt_tail": ids[-PROMPT_TAIL:]}
+    hints = parse_hints(said, len(left))
+    assert hints.rejected == ()
+    known = len(ids) - len(left) <= PROMPT_TAIL
+    assert whole_prompt(left, hints, cut=True) == (ids if known else None)
+    assert whole_prompt(left, RequestHints(), cut=True) is None
+    assert whole_prompt(ids, RequestHints(), cut=False) == ids
+    assert whole_prompt([*ids, 1], hints, cut=True) is None

@@ -9,19 +9,17 @@ pytest.importorskip("vllm")
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backhaul.connector.endpoints import deepest_usable
 from backhaul.connector.outcome import (
     Answered,
-    Limits,
     Outcome,
     count_outcome,
     matched_tokens,
     producer_age,
     reuse_of,
     shown,
-    tag_candidates,
 )
 from backhaul.connector.stats import StatsRecorder
+from backhaul.protocols.candidates import Limits, deepest_usable, tag_candidates
 from backhaul.protocols.checkpoint import (
     NOT_RETAINED,
     CheckpointKind,

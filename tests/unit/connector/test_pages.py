@@ -4,7 +4,8 @@ those of another gives the same bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +16,13 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor import parameter
 from vllm.model_executor.layers import linear
 from vllm.model_executor.layers.mamba import mamba_utils
+from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import (
+    _make_fused_conv1d_weight_loader,
+)
 from vllm.model_executor.layers.mamba.mamba_mixer2 import mamba_v2_sharded_weight_loader
 from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
 from vllm.model_executor.model_loader import weight_utils
@@ -48,12 +54,31 @@ def raw(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().view(torch.uint8).numpy().tobytes()
 
 
+def become(patch: pytest.MonkeyPatch, ranks: int, rank: int) -> None:
+    """Tell vLLM's parallel layers which rank they are."""
+    for name, value in (("rank", rank), ("world_size", ranks)):
+        for module in (linear, parameter):
+            function = f"{module.__name__}.get_tensor_model_parallel_{name}"
+            patch.setattr(function, lambda value=value: value)
+
+
+@contextmanager
+def default_config() -> Iterator[None]:
+    with set_current_vllm_config(VllmConfig()):
+        yield
+
+
+Load = Callable[[torch.Tensor, int, int], torch.Tensor]
+"""Of an unsharded convolution (channels, positions), the channels of a rank: ranks, rank."""
+
+
 @dataclass(frozen=True)
 class Model:
     """A family of recurrent states.
 
     ``parts`` are (channels, extra, duplicated) of the convolution, as vLLM's mixers hand them to
-    their loader at a number of ranks; ``shapes`` is vLLM's calculator.
+    their loader at a number of ranks; ``shapes`` is vLLM's calculator; ``load`` stands for that
+    loader where a family has another.
     """
 
     kind: MambaAttentionBackendEnum
@@ -63,6 +88,7 @@ class Model:
     ssm: tuple[int, ...] = ()
     ranks: tuple[int, ...] = RANKS
     dtypes: tuple[torch.dtype, ...] = field(default=(torch.bfloat16, torch.float32))
+    load: Load | None = None
 
     def spec(self, ranks: int) -> MambaSpec:
         return MambaSpec(
@@ -76,14 +102,18 @@ class Model:
     def shard(self, ranks: int, rank: int, patch: pytest.MonkeyPatch, conv_first: bool) -> bytes:
         """The object of one rank."""
         patch.setattr(weight_utils, "get_tensor_model_parallel_rank", lambda: rank)
+        become(patch, ranks, rank)
         content = b""
         for layer in range(LAYERS):
             channels = sum(n - extra for n, extra, _ in self.parts(ranks))
             whole = unsharded(channels, POSITIONS, dtype=self.dtypes[0], seed=layer)
-            conv = torch.empty(sum(n for n, _, _ in self.parts(ranks)) // ranks, POSITIONS)
-            conv = conv.to(self.dtypes[0])
-            loader = mamba_v2_sharded_weight_loader(self.parts(ranks), ranks, rank)
-            loader(torch.nn.Parameter(conv, requires_grad=False), whole)
+            if self.load is not None:
+                conv = self.load(whole, ranks, rank)
+            else:
+                conv = torch.empty(sum(n for n, _, _ in self.parts(ranks)) // ranks, POSITIONS)
+                conv = conv.to(self.dtypes[0])
+                loader = mamba_v2_sharded_weight_loader(self.parts(ranks), ranks, rank)
+                loader(torch.nn.Parameter(conv, requires_grad=False), whole)
             content += raw(conv if conv_first else conv.T)
             if self.ssm:
                 state = unsharded(*self.ssm, dtype=self.dtypes[1], seed=100 + layer)
@@ -141,10 +171,60 @@ def short_conv(channels: int) -> Model:
     )
 
 
+def kda(heads: int) -> Model:
+    size = 8
+    channels = heads * size
+
+    def load(whole: torch.Tensor, ranks: int, rank: int) -> torch.Tensor:
+        fused = torch.empty(3 * channels // ranks, 1, POSITIONS, dtype=whole.dtype)
+        loader = _make_fused_conv1d_weight_loader([channels] * 3, ranks, rank)
+        for part in range(3):
+            loader(
+                torch.nn.Parameter(fused, requires_grad=False),
+                whole[part * channels : (part + 1) * channels],
+                part,
+            )
+        return fused[:, 0]
+
+    return Model(
+        MambaAttentionBackendEnum.GDN_ATTN,
+        SimpleNamespace(linear_attn_config={"num_heads": heads, "head_dim": size}),
+        lambda ranks: [(channels, 0, False)] * 3,
+        lambda ranks: MambaStateShapeCalculator.kda_state_shape(
+            ranks, heads, size, conv_kernel_size=POSITIONS + 1
+        ),
+        (heads, size, size),
+        load=load,
+    )
+
+
+def mamba1(channels: int) -> Model:
+    def load(whole: torch.Tensor, ranks: int, rank: int) -> torch.Tensor:
+        with default_config():
+            convolution = linear.ColumnParallelLinear(
+                POSITIONS, channels, bias=False, params_dtype=whole.dtype
+            )
+        convolution.weight.weight_loader(convolution.weight, whole)
+        return convolution.weight.data
+
+    return Model(
+        MambaAttentionBackendEnum.MAMBA1,
+        SimpleNamespace(),
+        lambda ranks: [(channels, 0, False)],
+        lambda ranks: MambaStateShapeCalculator.mamba1_state_shape(
+            ranks, channels, 5, POSITIONS + 1
+        ),
+        (channels, 5),
+        load=load,
+    )
+
+
 STATES = {
     "gated delta net": gated_delta_net(8, 8),
     "gated delta net, more value heads": gated_delta_net(8, 16),
     "gated delta net, few heads": gated_delta_net(2, 4),
+    "KDA": kda(8),
+    "mamba-1": mamba1(16),
     "mamba-2": mamba2(16, 8),
     "mamba-2, one group": mamba2(8, 1, "mamba_n_groups"),
     "short convolution": short_conv(24),
@@ -192,13 +272,7 @@ def attention_shard(
     """Keys and values of one block on one rank, by way of vLLM's projection: rows of its weight
     stand for the channels of a head, columns for tokens."""
     size = 6
-    for name, value in (("rank", rank), ("world_size", ranks)):
-        for module in (linear, "vllm.model_executor.parameter"):
-            patch.setattr(
-                f"{module if isinstance(module, str) else module.__name__}"
-                f".get_tensor_model_parallel_{name}",
-                lambda value=value: value,
-            )
+    become(patch, ranks, rank)
     content = b""
     for layer in range(LAYERS):
         projection = linear.QKVParallelLinear(
@@ -256,10 +330,8 @@ def test_attention(
 
 
 @pytest.fixture
-def default_vllm_config() -> Any:
-    from vllm.config import VllmConfig, set_current_vllm_config
-
-    with set_current_vllm_config(VllmConfig()):
+def default_vllm_config() -> Iterator[None]:
+    with default_config():
         yield
 
 
@@ -286,6 +358,24 @@ UNKNOWN: dict[str, Callable[[], Page]] = {
     "another delta net": lambda: describe(STATES["gated delta net"].spec(2), 2),
     "other heads than configured": lambda: describe(
         STATES["gated delta net"].spec(2), 2, config=gated_delta_net(4, 8).config
+    ),
+    "KDA of other heads": lambda: describe(
+        STATES["KDA"].spec(2), 2, config=SimpleNamespace(linear_attn_config={"num_heads": 4})
+    ),
+    "KDA that keeps more than convolution and matrix": lambda: describe(
+        MambaSpec(
+            block_size=BLOCK, shapes=(*STATES["KDA"].spec(2).shapes, (2, 8)),
+            dtypes=(torch.bfloat16, torch.float32, torch.float32),
+            mamba_type=MambaAttentionBackendEnum.GDN_ATTN, mamba_cache_mode="align",
+        ),
+        2, config=STATES["KDA"].config,
+    ),
+    "a mamba-1 whose parts differ in channels": lambda: describe(
+        MambaSpec(
+            block_size=BLOCK, shapes=((8, 3), (4, 5)), dtypes=(torch.bfloat16, torch.float32),
+            mamba_type=MambaAttentionBackendEnum.MAMBA1, mamba_cache_mode="align",
+        ),
+        2,
     ),
     "groups that nobody names": lambda: describe(STATES["mamba-2"].spec(2), 2),
     "groups that the ranks cannot share": lambda: describe(

@@ -35,7 +35,9 @@ RECORD = DomainRecord(
 )  # fmt: skip
 ALONE, TWO = Peers(), Peers(loaders=2)
 ELSEWHERE = Peers(elsewhere=(Elsewhere(DomainId("d2"), "kv_dtype", "bfloat16", "fp8", 3, 0),))
-CONVERTS = Peers(elsewhere=(Elsewhere(DomainId("d3"), "", "", "", 1, 0), *ELSEWHERE.elsewhere))
+CONVERTS = Peers(elsewhere=(Elsewhere(DomainId("d3"), "", "", "", 1, 0, 1), *ELSEWHERE.elsewhere))
+WOULD_CONVERT = Peers(elsewhere=(Elsewhere(DomainId("d3"), "", "", "", 1, 0),))
+"""It could, and has no buffer for it."""
 DECODE = Member("decode", loads=False, publishes=True)
 BOTH = Member("decode", loads=True, publishes=True)
 
@@ -48,6 +50,7 @@ BOTH = Member("decode", loads=True, publishes=True)
         (Known(judge(ALONE), ALONE), False, True),
         (Known(judge(ELSEWHERE), ELSEWHERE), False, True),
         (Known(judge(CONVERTS), CONVERTS), True, True),
+        (Known(judge(WOULD_CONVERT), WOULD_CONVERT), False, True),
         (Known(judge(Peers(known=False))), True, True),
         (Known(PathState.UNREACHABLE), False, False),
         (Known(PathState.REFUSED), False, False),
@@ -208,7 +211,14 @@ def test_who_only_loads_says_that_the_store_is_out_of_reach(error: StoreError) -
     with running(Answers(error, error, ALONE), loader, wants_path=False) as (_, said):
         eventually(lambda: len(said) == 2)
         assert "path to here" in said[0] and str(error) in said[0] and "\n" not in said[0]
-        assert "path found" in said[1]
+        assert "is reached" in said[1]
+
+
+def test_a_loader_that_would_convert_is_told_apart_from_one_that_cannot() -> None:
+    said = problem(
+        Known(judge(WOULD_CONVERT), WOULD_CONVERT), domain="d", store="s", no_path=NoPath.DISABLE
+    )
+    assert "1 in domain d3, which could convert" in said and "convert_buffer_bytes" in said
 
 
 def test_nothing_is_said_of_loading_where_the_store_answers() -> None:

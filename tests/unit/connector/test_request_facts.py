@@ -108,8 +108,8 @@ def test_a_suffix_that_earlier_replies_lack_will_be_gone(
 
 
 @given(
-    st.lists(st.sampled_from([0, 1, 256, 2**32, 2**33 + 1]), max_size=20),
-    st.lists(st.sampled_from([0, 1, 256, 2**32, 2**33 + 1]), min_size=1, max_size=4),
+    st.lists(st.sampled_from([0, 1, 256, 2**24, 2**24 + 1]), max_size=20),
+    st.lists(st.sampled_from([0, 1, 256, 2**24, 2**24 + 1]), min_size=1, max_size=4),
 )
 def test_the_lost_part_begins_after_the_longest_start_that_is_found(
     history: list[int], suffix: list[int]
@@ -137,13 +137,16 @@ def tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model), unk_token="<unk>")
 
 
-def parsers(tool: str | None, reasoning: str | None) -> Parsers:
+def parsers(tool: str | None, reasoning: str | None, **arguments: Any) -> Parsers:
     from vllm.parser import ParserManager
 
     parser = ParserManager.get_parser(
         tool_parser_name=tool, reasoning_parser_name=reasoning, enable_auto_tools=tool is not None
     )
-    return parsers_of(SimpleNamespace(parser=parser))
+    server = SimpleNamespace(
+        parser=parser, model_config=None, effective_chat_template_kwargs=lambda request: arguments
+    )
+    return parsers_of(server, chat(USER))
 
 
 @pytest.mark.parametrize("tool", ["hermes", "qwen3_xml"])
@@ -162,7 +165,7 @@ def test_what_is_not_declared_is_not_known(tokenizer: Any) -> None:
     assert rewrites(Parsers(Silent), tokenizer, chat(USER, tools=[1])) is None
     assert rewrites(Parsers(), tokenizer, chat(USER, tools=[1])) == []
     assert reply_reasons(Parsers(), tokenizer, [4]) is None
-    assert parsers_of(SimpleNamespace(parser=None)) == Parsers()
+    assert parsers_of(SimpleNamespace(parser=None), chat(USER)) == Parsers()
 
 
 @pytest.mark.parametrize(
@@ -173,3 +176,22 @@ def test_a_reply_reasons_unless_the_prompt_closes_it(
     tokenizer: Any, reasoning: str, suffix: list[int], reasons: bool
 ) -> None:
     assert reply_reasons(parsers(None, reasoning), tokenizer, suffix) is reasons
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "arguments", "reasons"),
+    [
+        # DeepSeek's replies reason only where the request says so, Holo2's unless it says no.
+        ("deepseek_v3", {}, False),
+        ("deepseek_v3", {"thinking": True}, True),
+        ("deepseek_v3", {"enable_thinking": True, "tools": [{}]}, True),
+        ("holo2", {}, True),
+        ("holo2", {"thinking": False}, False),
+    ],
+)
+def test_parsers_are_set_by_the_templates_arguments(
+    tokenizer: Any, reasoning: str, arguments: dict[str, Any], reasons: bool
+) -> None:
+    found = parsers("qwen3_xml", reasoning, **arguments)
+    assert reply_reasons(found, tokenizer, [4]) is reasons
+    assert rewrites(found, tokenizer, chat(USER, tools=[1])) == [2]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from backhaul.connector.u_end import encoded_u_end
+from backhaul.connector.u_end import encoded_u_end, harmony_u_end
 from backhaul.render import encoders
 from backhaul.render.reasons import Reason, UEnd
 
@@ -76,7 +78,7 @@ def render(renderer: Any, messages: list[dict[str, Any]], **kwargs: Any) -> Any:
     from vllm.renderers import ChatParams
 
     params = ChatParams(chat_template_kwargs={"tokenize": False, **kwargs})
-    _, (prompt,) = asyncio.run(renderer.render_chat_async([messages], params))
+    _, (prompt,) = asyncio.run(renderer.render_chat_async([copy.deepcopy(messages)], params))
     return prompt
 
 
@@ -207,3 +209,154 @@ def test_mistral(mistral: Any, with_system: bool, tools: Any) -> None:
 @pytest.mark.parametrize("name", ["CohereRenderer", "InklingRenderer", "TerratorchRenderer"])
 def test_renderers_without_a_rule(name: str) -> None:
     assert encoded_u_end(stand_in(name), [1], "x").reason is Reason.UNKNOWN_RENDERER
+
+
+# -- which end is found in the next turn ----------------------------------------------------------
+
+
+Taken = tuple[list[int], int, list[int] | None]
+"""A prompt, its U_end, and prompt and output."""
+
+
+def deepseek_u_end(renderer: Any, prompt: Any) -> int:
+    """By the text alone: before the header, or the token before it where one spans the seam."""
+    text, ids = prompt["prompt"], prompt["prompt_token_ids"]
+    header = f"<{BAR}Assistant{BAR}>"
+    at = text.rfind(header) if header in text[-40:] else text.rindex("\n\n<")
+    before = renderer.get_tokenizer().encode(text[:at], add_special_tokens=False)
+    pairs = enumerate(zip(before, ids, strict=False))
+    return next((n for n, (ours, theirs) in pairs if ours != theirs), len(before))
+
+
+def deepseek_turn(
+    renderer: Any, messages: list[dict[str, Any]], output: dict[str, Any], **values: Any
+) -> Taken:
+    """The prompt, its U_end, and prompt and output without the end token. The output is what the
+    encoder writes for the last message, with the reasoning where it leaves that out."""
+    prompt = render(renderer, messages, **values)
+    text, ids = prompt["prompt"], prompt["prompt_token_ids"]
+    u_end = deepseek_u_end(renderer, prompt)
+    assert encoded_u_end(renderer, ids, text).tokens == u_end
+    whole = render(renderer, [*messages, output], add_generation_prompt=False, **values)["prompt"]
+    if not whole.startswith(text):
+        said = f"{output.get('reasoning', '')}</think>{output['content']}"
+    else:
+        said = whole[len(text) :].removesuffix(f"<{BAR}end\u2581of\u2581sentence{BAR}>")
+        thought = output.get("reasoning", "")
+        if thought not in said:
+            said = f"{thought}</think>{said.removeprefix('</think>')}"
+    encoded = renderer.get_tokenizer().encode(said, add_special_tokens=False)
+    return ids, u_end, [*ids, *encoded]
+
+
+def letters(
+    take: Callable[..., Taken],
+    ids_of: Callable[..., list[int]],
+    *,
+    thinking: bool,
+    tools: bool,
+    keep: bool,
+) -> str:
+    """See docs/u_end.md: A user, answer; B user, call; C result, answer; D user, answer.
+
+    Args:
+        take: of messages, an output and whether there are tools, the turn.
+        ids_of: of messages and whether there are tools, the prompt.
+    """
+    thought = {"reasoning": "First this.\nThen that."} if thinking else {}
+    call = {name: value for name, value in CALL.items() if name != "reasoning"} | thought
+
+    def answer(text: str) -> dict[str, Any]:
+        return {"role": "assistant", "content": text, **thought}
+
+    turns = [({"role": "user", "content": "Good morning."}, answer("Good morning!"))]
+    if tools:
+        turns += [({"role": "user", "content": "Weather?"}, call), (RESULT, answer("Rain."))]
+    turns.append(({"role": "user", "content": "And now?"}, answer("I do not know.")))
+    last = {"role": "user", "content": "Good night."}
+    history: list[dict[str, Any]] = [FIRST[0]]
+    user_turn: Taken | None = None
+    found = []
+    for number, (given, output) in enumerate(turns):
+        history.append(given)
+        turn = take(history, output, tools)
+        user_turn = turn if given["role"] == "user" else user_turn
+        kept = output if keep else {k: v for k, v in output.items() if k != "reasoning"}
+        history.append(kept)
+        after = turns[number + 1][0] if number + 1 < len(turns) else last
+        ids = ids_of([*history, after], tools)
+        assert user_turn is not None
+        ends = {
+            "D": turn[2], "P": turn[0], "U": turn[0][: turn[1]],
+            "PB": user_turn[0], "UB": user_turn[0][: user_turn[1]],
+        }  # fmt: skip
+        found.append(next(name for name, end in ends.items() if end == ids[: len(end or ())]))
+    return " ".join(found)
+
+
+def row_of(label: str, take: Any, ids_of: Any, *, thinking: bool) -> str:
+    cells = [
+        letters(take, ids_of, thinking=thinking, tools=tools, keep=keep)
+        if thinking or not keep
+        else "-"
+        for tools in (False, True)
+        for keep in (True, False)
+    ]
+    return f"| {' | '.join([label, *cells])} |"
+
+
+PAGE = (Path(__file__).parents[3] / "docs" / "u_end.md").read_text().splitlines()
+
+
+@pytest.mark.parametrize(("thinking", "mode"), [(True, " thinking"), (False, "")])
+def test_the_row_of_docs_is_what_vllms_encoder_gives(
+    renderer: Any, thinking: bool, mode: str
+) -> None:
+    version = "V4" if "V4" in type(renderer).__name__ else "V3.2"
+
+    def values(tools: bool) -> dict[str, Any]:
+        return {"thinking": thinking, **({"tools": TOOLS} if tools else {})}
+
+    def take(messages: Any, output: Any, tools: bool) -> Taken:
+        return deepseek_turn(renderer, messages, output, **values(tools))
+
+    def ids_of(messages: Any, tools: bool) -> list[int]:
+        ids: list[int] = render(renderer, messages, **values(tools))["prompt_token_ids"]
+        return ids
+
+    label = f"DeepSeek-{version} (vLLM){mode}"
+    assert row_of(label, take, ids_of, thinking=thinking) in PAGE
+
+
+def test_the_row_of_docs_is_what_vllms_harmony_gives() -> None:
+    """The model's call in the form in which vLLM writes history."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionToolsParam
+    from vllm.entrypoints.openai.parser import harmony_utils
+
+    encoding = harmony_utils.get_encoding()
+    (start,) = encoding.encode("<|start|>", allowed_special="all")
+    offered = [ChatCompletionToolsParam(**tool) for tool in TOOLS]
+
+    def ids_of(messages: Any, tools: bool) -> list[int]:
+        built = harmony_utils.build_harmony_preamble(
+            instructions=messages[0]["content"],
+            tools=offered if tools else None,
+            reasoning_effort=None,
+            with_custom_tools=tools,
+        )
+        built += harmony_utils.parse_chat_inputs_to_harmony_messages(copy.deepcopy(messages[1:]))
+        ids: list[int] = harmony_utils.render_for_completion(built)
+        return ids
+
+    def take(messages: Any, output: Any, tools: bool) -> Taken:
+        ids = ids_of(messages, tools)
+        u_end = len(ids) - 1 - ids[::-1].index(start)
+        assert harmony_u_end(ids).tokens == u_end
+        said = f"<|channel|>analysis<|message|>{output['reasoning']}<|end|><|start|>assistant"
+        if "tool_calls" in output:
+            said += ' to=functions.f<|channel|>commentary json<|message|>{"a": true}'
+        else:
+            said += f"<|channel|>final<|message|>{output['content']}"
+        return ids, u_end, [*ids, *encoding.encode(said, allowed_special="all")]
+
+    assert row_of("gpt-oss (vLLM)", take, ids_of, thinking=True) in PAGE

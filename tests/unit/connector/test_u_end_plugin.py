@@ -15,6 +15,7 @@ from render_app import RenderApp, params_of, u_end_of
 pytest.importorskip("vllm")
 
 from backhaul.connector import selfcheck, u_end, u_end_plugin
+from backhaul.connector.hints import PROMPT_TAIL
 from backhaul.deploy.tiny_model import CHAT_TEMPLATE, build_tiny_model
 from backhaul.render.reasons import Reason
 
@@ -29,10 +30,10 @@ GUARD = "{% if add_generation_prompt %}<|im_start|>{% endif %}"
 
 @pytest.fixture(scope="module")
 def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RenderApp]:
-    u_end_plugin.register()
+    """Nothing here installs the plugin: vLLM loads it, as the package's entry point says."""
     model = build_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
     made = RenderApp(model, None, "--trust-request-chat-template")
-    assert u_end_plugin.install()
+    assert hasattr(type(made.online_renderer), "_backhaul_u_end")
     yield made
     made.close()
 
@@ -146,6 +147,20 @@ def test_responses(app: RenderApp) -> None:
 def test_anthropic_messages(app: RenderApp) -> None:
     answer = app.post("/v1/messages/render", messages=MESSAGES[1:], max_tokens=5)
     assert suffix(app, answer) == HEADER
+
+
+@pytest.mark.parametrize("harmony", [False, True])
+def test_a_connector_that_tells_the_prompts_ids_knows_its_end(
+    app: RenderApp, harmony: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another connector may cut the prompt first. What a client says of its end does not count."""
+    monkeypatch.setattr(app.online_renderer, "use_harmony", harmony)
+    asked = {"return_prompt_token_ids": True, "prompt_length": 3, "prompt_tail": [1]}
+    answer = chat(app, kv_transfer_params={"backhaul": asked})
+    hints = params_of(answer)["backhaul"]
+    assert hints["prompt_length"] == len(answer["token_ids"])
+    assert hints["prompt_tail"] == answer["token_ids"][-PROMPT_TAIL:]
+    assert "prompt_tail" not in params_of(chat(app))["backhaul"]
 
 
 def test_batch(app: RenderApp) -> None:
@@ -327,7 +342,7 @@ def test_a_template_that_refuses_its_input_says_so_as_ever(app: RenderApp) -> No
     "where",
     [
         "u_end.Recorder.finish", "u_end.Recorder.u_end", "u_end.MarkedTemplate.render",
-        "u_end.MarkedTemplate", "u_end_plugin.replace", "u_end_plugin._engine_input",
+        "u_end.MarkedTemplate", "u_end_plugin._engine_input",
         "u_end_plugin._token_ids",
     ],
 )  # fmt: skip
@@ -385,6 +400,39 @@ def test_an_engine_gets_offsets_where_backhaul_is_configured(
     request = ChatCompletionRequest(messages=MESSAGES)
     app.run(app.online_renderer.render_chat(request))
     assert (request.kv_transfer_params is not None) is filled
+
+
+@pytest.mark.parametrize(
+    ("options", "hints", "decides"),
+    [
+        ({}, None, False),
+        ({"policy": "both"}, {"policy": "input_end"}, False),
+        ({"policy": "both"}, {"policy": ["auto"]}, False),
+        ({"policy": "auto"}, None, True),
+        ({"policy": "auto"}, {"policy": "both"}, True),
+        ({"policy": "both"}, {"policy": "boundaries"}, True),
+        ({"connectors": [{"kv_connector_extra_config": {"policy": "boundaries"}}]}, None, True),
+    ],
+)
+def test_what_else_is_known_is_found_for_policies_that_decide_by_it(
+    app: RenderApp,
+    options: dict[str, Any],
+    hints: dict[str, Any] | None,
+    decides: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The others take the same ends whatever the request is like."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+    config = SimpleNamespace(kv_connector="BackhaulConnector", kv_connector_extra_config=options)
+    monkeypatch.setattr(app.online_renderer.renderer.config, "kv_transfer_config", config)
+    params = None if hints is None else {"backhaul": hints}
+    request = ChatCompletionRequest(messages=MESSAGES, kv_transfer_params=params)
+    app.run(app.online_renderer.render_chat(request))
+    assert request.kv_transfer_params is not None
+    found = set(request.kv_transfer_params["backhaul"]) - set(hints or ())
+    more = {"template", "tool_continuation", "tools", "reasoning_kept", "rewrites"}
+    assert found == {"u_end", "user_turn"} | (more if decides else set())
 
 
 @pytest.mark.parametrize(

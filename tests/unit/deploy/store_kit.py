@@ -19,7 +19,7 @@ import pytest
 
 from backhaul.deploy import cli
 from backhaul.protocols import store_pb2, store_pb2_grpc
-from backhaul.protocols.layout import checkpoint_objects
+from backhaul.protocols.layout import GroupKind, checkpoint_objects
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "transfer"))
 from index_kit import GRID, chain, make_layout, make_record
@@ -61,7 +61,13 @@ class RunningStore:
         self.publish_hashes(domain, chain(tokens), *kinds, nbytes=nbytes, name=name or tokens)
 
     def publish_hashes(
-        self, domain: str, hashes: list[bytes], *kinds: str, nbytes: int = 256, name: str = "p"
+        self,
+        domain: str,
+        hashes: list[bytes],
+        *kinds: str,
+        nbytes: int = 256,
+        name: str = "p",
+        producer: str = "decode-0",
     ) -> None:
         """Publish a checkpoint whose prefix has these block hashes."""
         boundary = len(hashes) * GRID
@@ -78,7 +84,7 @@ class RunningStore:
             if grant.status == store_pb2.Grant.GRANTED
         ]
         manifest = store_pb2.Manifest(
-            boundary=boundary, hashes=hashes, kinds=kinds or ["decode_end"], producer="decode-0"
+            boundary=boundary, hashes=hashes, kinds=kinds or ["decode_end"], producer=producer
         )
         reply = self.catalog.Commit(
             store_pb2.CommitRequest(
@@ -86,6 +92,33 @@ class RunningStore:
             )
         )
         assert reply.visible
+        self.catalog.Abandon(store_pb2.AbandonRequest(publication_id=name))
+
+    def leave_loose(self, domain: str, tokens: str, kind: GroupKind) -> None:
+        """Commit one class's objects of a prefix, and no checkpoint."""
+        hashes = chain(tokens)
+        groups = [group.index for group in LAYOUT.groups if group.kind is kind]
+        keys = [
+            store_pb2.Key(rank=0, group=group, block_hash=block_hash)
+            for group, block_hash in checkpoint_objects(LAYOUT, len(hashes) * GRID, hashes)
+            if group in groups
+        ]
+        name = f"loose-{domain}-{tokens}-{kind}"
+        grants = self.catalog.Reserve(
+            store_pb2.ReserveRequest(
+                domain_id=domain,
+                publication_id=name,
+                wants=[store_pb2.Want(key=key, nbytes=256) for key in keys],
+            )
+        ).grants
+        written = [
+            store_pb2.Written(key=key, token=grant.token, checksum=1)
+            for key, grant in zip(keys, grants, strict=True)
+            if grant.status == store_pb2.Grant.GRANTED
+        ]
+        self.catalog.Commit(
+            store_pb2.CommitRequest(domain_id=domain, publication_id=name, rank=0, written=written)
+        )
         self.catalog.Abandon(store_pb2.AbandonRequest(publication_id=name))
 
     def lookup(self, domain: str, tokens: str, lease_s: float = 0.0) -> Any:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from store_kit import backhaul
 
+from backhaul.benchmarks.ab import ArmReport, RequestReport
+from backhaul.deploy.ab_command import comparison_table, print_arm
+from backhaul.deploy.console import Console
 from backhaul.proxy.fake_engine import Behaviour, FakeEngine
 
 
@@ -58,6 +64,37 @@ def test_two_arms_are_compared_and_written(engines: Any, tmp_path: Path) -> None
     assert one.seen[1].body["messages"][-1]["content"] == "second"
     code, printed, _ = run(*arguments, *QUICK, "--json")
     assert json.loads(printed)["arms"][0]["cached_tokens"] == 100
+
+
+LENGTHS = st.integers(0, 999_999)
+
+
+@given(st.lists(st.tuples(LENGTHS, LENGTHS, LENGTHS), min_size=1, max_size=4))
+def test_tables_can_be_read_on_a_narrow_terminal(lengths: list[tuple[int, int, int]]) -> None:
+    """80 columns: no number is cut or broken, and what has no place is named."""
+    requests = [
+        RequestReport(
+            turn=turn, prompt_tokens=max(a, b), cached_tokens=min(a, b), completion_tokens=c,
+            ttft_s=a / 9_000, seconds=1.0, reasoning_characters=c * 4, content_characters=b * 4,
+            tool_calls=1, finish_reason="tool_calls", digest="0123456789ab",
+        )
+        for turn, (a, b, c) in enumerate(lengths, 1)
+    ]  # fmt: skip
+    report = ArmReport(name="A", url="http://127.0.0.1:8000/v1", model="m", requests=requests)
+    text = io.StringIO()
+    console = Console(file=text, width=80)
+    print_arm(console, report)
+    console.print(comparison_table(report, report))
+    out = text.getvalue()
+    assert all(len(line) <= 80 for line in out.splitlines()) and "\u2026" not in out
+    for name in ("turn", "prompt", "cached", "share", "TTFT s", "ended"):
+        assert name in out
+    for r in requests:
+        for figure in (f"{r.prompt_tokens:,}", f"{r.cached_tokens:,}", f"{r.ttft_s:.2f}"):
+            assert figure in out
+    wide = io.StringIO()
+    print_arm(Console(file=wide, width=200), report)
+    assert "digest" in wide.getvalue() and "lack of width" not in wide.getvalue()
 
 
 def test_figures_that_mean_something_else_are_remarked_on(engines: Any) -> None:

@@ -243,13 +243,16 @@ def test_nothing_to_start(run: Run, options: tuple[str, ...]) -> None:
     refused(run, "up", *options)
 
 
-def test_a_port_that_is_taken_is_known_before_anything_starts(run: Run) -> None:
+@pytest.mark.parametrize("option", ["--listen", "--store-listen", "--store-http"])
+def test_a_port_that_is_taken_is_known_before_anything_starts(run: Run, option: str) -> None:
     import socket
 
+    options = dict.fromkeys(("--listen", "--store-listen", "--store-http"), "127.0.0.1:0")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        err = refused(run, "up", f"--listen=127.0.0.1:{port}")
-    assert "--listen" in err and str(port) in err
+        options[option] = f"127.0.0.1:{port}"
+        err = refused(run, "up", *(f"{name}={value}" for name, value in options.items()))
+    assert f"another {option}" in err and str(port) in err
 
 
 def test_what_the_proxy_takes_is_handed_on() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import time
 from pathlib import Path
 
@@ -12,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from index_kit import GRID, chain
-from rich.console import Console
 from store_kit import RunningStore, backhaul
 
 from backhaul.deploy.checkpoints_command import table
+from backhaul.deploy.console import Console
 from backhaul.deploy.processes import free_port
 from backhaul.deploy.terminal import format_age, parse_duration
 from backhaul.protocols.checkpoint import CheckpointKind, DomainId
@@ -251,6 +252,13 @@ def test_a_time_is_read_or_refused_in_words(text: str) -> None:
         assert parse_duration(text, "--older-than") >= 0
     except ConfigError as error:
         assert "--older-than" in str(error)
+
+
+@given(st.floats())
+def test_any_age_is_shown_in_a_few_characters(seconds: float) -> None:
+    shown = format_age(seconds)
+    assert len(shown) <= len("3652500 d 23 h")
+    assert (shown == "-") == (not seconds < 3.2e11 or seconds == -math.inf)
 
 
 @given(st.floats(0, 1e7))

@@ -273,6 +273,9 @@ def test_the_share_of_short_prompts_is_never_overstated(
 ) -> None:
     histogram = {float(b): float(sum(p <= b for p in prompts)) for b in [*bounds, 10**9]}
     finding = check_prompts("x", histogram, boundary)
+    known = max((n for bound, n in histogram.items() if bound <= boundary), default=0)
+    said = f"at least {known:.0f} of " if known else "none of "
+    assert finding.says.startswith(f"{said}{len(prompts)} prompts") and "0%" not in finding.says
     if finding.level is Level.WARNING:
         assert sum(p <= boundary for p in prompts) > len(prompts) / 2
 

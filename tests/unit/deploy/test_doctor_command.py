@@ -14,6 +14,7 @@ import pytest
 from store_kit import RunningStore, backhaul, running_store
 from test_diagnosis import METRICS
 
+from backhaul.deploy.doctor_command import http_of
 from backhaul.deploy.engine_view import read_engine
 from backhaul.deploy.processes import free_port
 
@@ -89,6 +90,33 @@ def doctor(store: RunningStore, *options: str) -> tuple[int, dict[str, Any]]:
     return code, json.loads(out)
 
 
+@pytest.mark.parametrize(
+    ("target", "listening", "url"),
+    [
+        ("10.0.0.5:7400", "0.0.0.0:7401", "http://10.0.0.5:7401"),
+        ("[fd00::5]:7400", "[::]:7401", "http://[fd00::5]:7401"),
+        ("store:7400", "10.0.0.5:80", "http://10.0.0.5:80"),
+        ("127.0.0.1:9", "127.0.0.1:7401", "http://127.0.0.1:7401"),
+        ("localhost:9", "[::1]:7401", "http://[::1]:7401"),
+        ("10.0.0.5:7400", "127.0.0.1:7401", ""),
+        ("store:7400", "localhost:7401", ""),
+        ("10.0.0.5:7400", "", ""),
+    ],
+)
+def test_where_the_stores_http_is(target: str, listening: str, url: str) -> None:
+    assert http_of(target, listening) == url
+
+
+def test_the_store_says_where_its_http_is(store: RunningStore) -> None:
+    options = ("doctor", f"--store={store.uri}", "--no-probe", "--json")
+    _, out, err = backhaul(*options)
+    (found,) = [one for one in json.loads(out)["findings"] if one["check"] == "store HTTP"]
+    assert found["says"] == f"http://{store.http} is healthy", err
+    free = free_port()
+    document = json.loads(backhaul(*options, f"--store-http=http://127.0.0.1:{free}")[1])
+    assert levels_of(document, "store HTTP") == ["problem"]
+
+
 def test_an_engine_that_shows_no_policy_is_read_all_the_same() -> None:
     with engine_at("0123456789abcdef") as url:
         assert read_engine(url, 5.0).failure_policy == "fail"
@@ -103,7 +131,7 @@ def levels_of(document: dict[str, Any], words: str) -> list[str]:
 
 
 def test_from_a_healthy_pair_to_a_mismatch(store: RunningStore, engine_url: str) -> None:
-    options = ("doctor", f"--store={store.uri}", f"--store-http=http://{store.http}")
+    options = ("doctor", f"--store={store.uri}")
     store.open("m", "prefill-0:scheduler")
     one = store.open("m", "decode-0:scheduler")
     code, out, _ = backhaul(*options, f"--engine={engine_url}/")

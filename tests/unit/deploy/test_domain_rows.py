@@ -1,8 +1,10 @@
 """The two-column view names every difference as it is in the record."""
 
-import msgspec
-from rich.console import Console
+import io
 
+import msgspec
+
+from backhaul.deploy.console import Console
 from backhaul.deploy.domain_rows import differences, domain_table
 from backhaul.protocols.domain import DomainRecord
 from backhaul.protocols.layout import CacheLayout, GroupKind, GroupLayout
@@ -18,10 +20,11 @@ RECORD = DomainRecord(
 
 
 def shown(ours: DomainRecord, theirs: DomainRecord) -> str:
-    console = Console(width=160, record=True, color_system=None)
-    with console.capture() as capture:
-        console.print(domain_table(("prefill", "decode"), differences(ours, theirs)))
-    return capture.get()
+    text = io.StringIO()
+    Console(file=text, width=160).print(
+        domain_table(("prefill", "decode"), differences(ours, theirs))
+    )
+    return text.getvalue()
 
 
 def test_every_difference_is_a_row_with_both_values() -> None:

@@ -9,15 +9,19 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from index_kit import GRID, chain
 from store_kit import RunningStore, backhaul, running_store
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from backhaul.deploy.processes import free_port
 from backhaul.deploy.prompts import hash_prompt
+from backhaul.protocols.layout import GroupKind
 from backhaul.protocols.record import Candidate, LoggedRequest
 
 WORDS = ["[UNK]", *"abcdefghijklmnopqrstuvwxyz"]
+FIELDS = st.sampled_from([*LoggedRequest.__struct_fields__, *Candidate.__struct_fields__])
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +58,7 @@ def test_a_rewritten_history_is_explained_to_the_token(store: RunningStore, mode
     code, out, err = backhaul(*options, "--json", f"--against={text_file(model, 'o', history)}")
     assert code == 0, err
     document = json.loads(out)
-    matched, parted = document["candidates"]
+    parted, matched = document["candidates"]
     assert matched["boundary"] == GRID and matched["selected"] and matched["kinds"] == ["input_end"]
     assert parted["reason"] == "hash_mismatch" and parted["common_tokens"] == GRID
     closest = document["closest_mismatch"]
@@ -142,6 +146,7 @@ def test_a_logged_request_is_explained_without_vllm(store: RunningStore, model: 
     assert tags == {
         (1, ""): (True, None, ""),
         (2, other): (False, "domain_mismatch", "kv_dtype"),
+        (3, ""): (False, "state_missing", ""),  # shared attention, and no state at its end
         (4, ""): (False, "hash_mismatch", ""),
     }
     assert document["closest_mismatch"]["block"] == [3 * GRID, 4 * GRID]
@@ -175,6 +180,36 @@ def test_a_decode_leg_is_not_said_to_have_asked(model: Path) -> None:
     assert code == 0 and "the store was not asked" in out and "no checkpoint" not in out
     code, out, _ = backhaul(*options, "--request=cmpl-1")
     assert code == 0 and "cmpl-1-0-aa" in out and "The store knew no checkpoint" in out
+
+
+def test_what_lies_loose_is_named_as_a_lookup_names_it(store: RunningStore, model: Path) -> None:
+    """A publication that streamed ahead and ended leaves objects and no checkpoint."""
+    domain = store.open("loose", "decode-0:worker")
+    store.publish(domain, "a", "input_end")
+    store.leave_loose(domain, "abcd", GroupKind.FULL)
+    store.leave_loose(domain, "ax", GroupKind.FULL)
+    store.leave_loose(domain, "axyz", GroupKind.RECURRENT)
+
+    for letters, boundary, reason in (
+        ("abce", 3, "state_missing"),
+        ("axyz", 4, "attention_missing"),
+    ):
+        log = write_log(model, line("r", [1] * (4 * GRID + 1), domain, chain(letters)))
+        options = ("explain", "--request=r", f"--request-log={log}", f"--store={store.uri}")
+        before = store.catalog.Stats(store_stats_request())
+        code, out, err = backhaul(*options, "--json")
+        assert code == 0, err
+        assert store.catalog.Stats(store_stats_request()) == before
+        looked_up = [one for one in json.loads(out)["candidates"] if one["looked_up"]]
+        answer = store.lookup(domain, letters).matches
+        assert [(one["boundary"], one["reason"] or "", one["consumable"]) for one in looked_up] == [
+            (match.boundary, match.reason, match.consumable) for match in answer
+        ]
+        (loose,) = [one for one in looked_up if one["reason"] == reason]
+        assert loose["boundary"] == loose["common_tokens"] == boundary * GRID
+        assert not (loose["retained"] or loose["hash_matched"])
+        assert looked_up[-1]["selected"] and looked_up[-1]["boundary"] == GRID
+        assert reason in backhaul(*options)[1]
 
 
 def test_a_full_match_has_no_closest_that_does_not(store: RunningStore, model: Path) -> None:
@@ -265,6 +300,49 @@ def test_a_request_of_the_log(tmp_path: Path) -> None:
     assert "no fresh lookup" in out  # the line has no hashes
     document = json.loads(backhaul(*options, "--json")[1])
     assert document["request"]["candidates"] == [candidate] and "candidates" not in document
+
+
+ODD = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=9)
+    | st.sampled_from([-1, 10**400, 2**40, 1e300, "[/]", "[link=x]", "00", GRID]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(FIELDS, inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=40)
+@given(st.dictionaries(FIELDS, ODD), st.lists(st.dictionaries(FIELDS, ODD), max_size=3))
+def test_any_line_of_a_log_is_shown_or_one_line_says_what_is_wrong(
+    tmp_path_factory: pytest.TempPathFactory, fields: dict[str, Any], candidates: list[Any]
+) -> None:
+    log = tmp_path_factory.getbasetemp() / "odd.jsonl"
+    whole = {"candidates": candidates, "prompt_tokens": 5, "token_ids": [1, 2]} | fields
+    log.write_text(json.dumps(whole | {"request_id": "r"}) + "\n")
+    options = ("explain", "--request=r", f"--request-log={log}", "--no-lookup")
+    for more in ((), ("--json",)):
+        code, out, err = backhaul(*options, *more)
+        if code:
+            assert code == 2 and out == "" and err.count("\n") == 1 and f"{log}:1: " in err
+        else:
+            assert "r" in out and err == ""
+
+
+@pytest.mark.parametrize("grid", [1, GRID, 1 << 23, 1 << 62])
+def test_a_lookup_of_huge_numbers_ends(store: RunningStore, tmp_path: Path, grid: int) -> None:
+    domain = store.open(f"huge {grid}", "decode-0:worker")
+    log = tmp_path / "requests.jsonl"
+    entry = {
+        "request_id": "r", "domain": domain, "grid_tokens": grid, "prompt_tokens": 2 * grid,
+        "boundary_hashes": ["00", "ff"],
+    }  # fmt: skip
+    log.write_text(json.dumps(entry) + "\n")
+    options = ("explain", "--request=r", f"--request-log={log}", f"--store={store.uri}")
+    code, _, err = backhaul(*options)
+    assert code in (0, 2) and err.count("\n") == (code == 2)
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backhaul.deploy.explanation import CONTEXT_TOKENS, explain, first_difference
+from backhaul.deploy.explanation import CONTEXT_TOKENS, Explanation, explain, first_difference
 from backhaul.deploy.prompts import PromptReader, parse_token_ids
 from backhaul.deploy.request_lines import find_request
-from backhaul.protocols.checkpoint import CheckpointKind, DomainId, PassedOver, Reason
+from backhaul.protocols.checkpoint import (
+    CheckpointKind,
+    CheckpointMatch,
+    DomainId,
+    PassedOver,
+    Reason,
+)
 from backhaul.protocols.errors import ConfigError
 from backhaul.transfer.base import CheckpointInfo, Visibility
 
@@ -32,6 +38,42 @@ def info(
     )  # fmt: skip
 
 
+def matches_of(
+    infos: list[CheckpointInfo], length: int, differing: dict[DomainId, str]
+) -> list[CheckpointMatch]:
+    """What a lookup answers of a listing's rows: one a boundary, what is consumable first."""
+    found: dict[int, CheckpointMatch] = {}
+    for one in infos:
+        own, boundary = one.domain == MINE, one.boundary
+        if one.common_tokens != boundary or boundary >= length:
+            continue
+        visible = one.visibility is Visibility.VISIBLE
+        if not own and not visible:
+            continue
+        field = "" if own else differing.get(one.domain, "kv_dtype")
+        reason = {
+            Visibility.VISIBLE: Reason.DOMAIN_MISMATCH if field else None,
+            Visibility.PENDING: Reason.UNCOMMITTED,
+            Visibility.EVICTED: Reason.EVICTED,
+        }[one.visibility]
+        match = CheckpointMatch(
+            boundary=boundary, kinds=one.kinds, consumable=reason is None, reason=reason,
+            retained=visible, hash_matched=visible, age_s=one.age_s, field=field,
+            domain=DomainId("") if own else one.domain,
+        )  # fmt: skip
+        before = found.get(boundary)
+        if before is None or (match.consumable, own) > (before.consumable, not before.domain):
+            found[boundary] = match
+    return sorted(found.values(), key=lambda one: -one.boundary)
+
+
+def explained(
+    infos: list[CheckpointInfo], length: int, differing: dict[DomainId, str] | None = None
+) -> Explanation:
+    fields = differing or {}
+    return explain(infos, matches_of(infos, length, fields), MINE, length, fields)
+
+
 def test_each_candidate_has_its_tags_and_one_reason() -> None:
     infos = [
         info(96),
@@ -44,7 +86,7 @@ def test_each_candidate_has_its_tags_and_one_reason() -> None:
         info(112, common=64),
         info(128, common=0),
     ]
-    found = explain(infos, MINE, prompt_tokens=96)
+    found = explained(infos, 96)
     by_boundary = {one.boundary: one for one in found.candidates}
     assert by_boundary[96].passed_over is PassedOver.NO_TOKEN_LEFT
     assert by_boundary[64].selected
@@ -76,8 +118,12 @@ def test_tags_imply_each_other_and_one_is_selected_that_leaves_a_token(
     infos: list[CheckpointInfo], length: int, differing: dict[DomainId, str]
 ) -> None:
     """``Candidate`` itself refuses tags that contradict each other."""
-    found = explain(infos, MINE, length, differing)
+    found = explained(infos, length, differing)
     assert len(found.candidates) == len(found.common)
+    answered = matches_of(infos, length, differing)
+    assert [(one.boundary, one.reason) for one in found.candidates[: found.looked_up]] == [
+        (one.boundary, one.reason) for one in answered
+    ], "tags and reasons of a lookup come first, and as it said them"
     usable = [one for one in found.candidates if one.consumable and one.boundary < length]
     selected = [one for one in found.candidates if one.selected]
     assert len(selected) == bool(usable)
@@ -158,7 +204,7 @@ def test_a_request_is_found_in_a_log_that_is_being_written(tmp_path: Path) -> No
 
 def test_what_can_be_converted_is_consumable_and_what_cannot_names_the_field() -> None:
     infos = [info(1), info(3, domain=OTHER), info(2, domain=THIRD)]
-    found = explain(infos, MINE, 10, {OTHER: "", THIRD: "kv_dtype"}).candidates
+    found = explained(infos, 10, {OTHER: "", THIRD: "kv_dtype"}).candidates
     by_boundary = {one.boundary: one for one in found}
     assert by_boundary[3].selected and by_boundary[3].field == ""
     assert by_boundary[2].reason is Reason.DOMAIN_MISMATCH
@@ -169,7 +215,7 @@ def test_what_can_be_converted_is_consumable_and_what_cannot_names_the_field() -
 @pytest.mark.parametrize("domains", [(OTHER, THIRD), (OTHER, MINE), (MINE, OTHER)])
 def test_of_domains_that_hold_one_prefix_one_is_selected(domains: tuple[DomainId, ...]) -> None:
     infos = [info(2, domain=domain) for domain in domains]
-    found = explain(infos, MINE, 10, {OTHER: "", THIRD: ""}).candidates
+    found = explained(infos, 10, {OTHER: "", THIRD: ""}).candidates
     (selected,) = [one for one in found if one.selected]
     assert selected.domain == ("" if MINE in domains else OTHER)
     assert [one.passed_over for one in found if not one.selected] == [PassedOver.SAME_BOUNDARY]

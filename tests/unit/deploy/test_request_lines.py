@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from index_kit import GRID, chain
@@ -18,6 +19,7 @@ from backhaul.deploy.request_lines import (
     parse_line,
 )
 from backhaul.protocols.checkpoint import CheckpointKind, Reason
+from backhaul.protocols.errors import ConfigError
 from backhaul.protocols.record import Candidate, LoggedRequest
 
 TOKENS = st.lists(st.integers(0, 2), max_size=12)
@@ -70,7 +72,6 @@ def test_the_leg_that_another_connector_fed_did_not_ask(tmp_path: Path) -> None:
 def test_hashes_lie_where_the_boundaries_are() -> None:
     hashes = tuple(one.hex() for one in chain("abc"))
     one = parse_line(line(prompt_tokens=2 * GRID + 1, grid_tokens=GRID, boundary_hashes=hashes))
-    assert one is not None
     # The third boundary lies in the output: no lookup of the prompt asks for it.
     assert one.sparse_hashes(GRID) == tuple(chain("abc")[:2])
     step = 2
@@ -118,18 +119,40 @@ def test_the_closest_shares_most_and_departs(prompt: list[int], others: list[lis
 
 
 @given(st.binary(max_size=60))
-def test_any_line_is_a_request_or_passed_over(raw: bytes) -> None:
-    one = parse_line(raw)
-    assert one is None or one.request_id
+def test_any_line_is_a_request_or_malformed(raw: bytes) -> None:
+    try:
+        assert parse_line(raw).request_id
+    except ValueError as error:
+        assert str(error)
 
 
-def test_lines_of_another_make_are_passed_over() -> None:
+def test_lines_of_another_make_are_malformed() -> None:
     for text in (
         b'{"request_id": "r", "prompt_tokens": "x"}',
         b'{"request_id": "r", "token_ids": [[]]}',
         b'{"request_id": "r", "boundary_hashes": ["zz"]}',
         b'{"request_id": "r", "boundary_hashes": 3}',
+        b'{"request_id": ""}',
+        b'{"request_id": 1}',
+        b'{"request_id": "r", "prompt_tokens": -1}',
+        b'{"request_id": "r", "grid_tokens": 1' + b"0" * 400 + b"}",
+        b'{"request_id": "r", "candidates": [{"age_s": 1e999}]}',
+        b'{"request_id": "r", "note": NaN}',
+        b'{"request_id": "r", "note": "\\ud800"}',
         b"[" * 100_000,
         b"",
     ):
-        assert parse_line(text) is None
+        with pytest.raises(ValueError):
+            parse_line(text)
+
+
+def test_malformed_lines_are_counted_where_a_request_is_not_found(tmp_path: Path) -> None:
+    odd = b'{"request_id": "wanted", "grid_tokens": -5}\n'
+    (path,) = log(tmp_path, line("r"), odd, line("wanted-1"), odd, b'{"request_id": "wanted-2')
+    assert find_request([path], "wanted").request_id == "wanted-1"
+    log(tmp_path, line("r"), odd, odd)
+    with pytest.raises(ConfigError) as raised:
+        find_request([path], "wanted")
+    assert f"2 of its lines that hold it are malformed, {path}:2: Expected `int` >= 0" in str(
+        raised.value
+    )

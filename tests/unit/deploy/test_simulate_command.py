@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import io
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from backhaul.benchmarks.reuse.arms import plan, run_arms, with_settings
+from backhaul.benchmarks.reuse.deployment import Deployment, range_of
+from backhaul.benchmarks.reuse.model_shape import preset
 from backhaul.benchmarks.reuse.record import (
     Arm,
     ArmResult,
@@ -14,10 +22,13 @@ from backhaul.benchmarks.reuse.record import (
     RequestResult,
     Source,
     read_results,
+    write_results,
 )
+from backhaul.benchmarks.reuse.workloads import Sizes, workload
 from backhaul.deploy.cli import app
 from backhaul.deploy.simulate_command import LineProgress
 from backhaul.protocols.errors import ConfigError
+from backhaul.protocols.policy import Policy
 
 SMALL = ["--size", "conversations=2", "--size", "turns=2", "--model", "tiny-hybrid"]
 
@@ -63,6 +74,40 @@ def test_a_trace_is_read_and_u_end_assumed(tmp_path: Path) -> None:
     assert (second.selected, second.loaded_tokens) == ("input_end", 480)
 
 
+@pytest.mark.parametrize("base", [Deployment(), Sizes()], ids=["cluster", "size"])
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "-1", "-1e-9", "1e31", "9" * 400, "x"])
+def test_no_figure_is_out_of_its_range(base: Any, value: str) -> None:
+    for name in base.__struct_fields__:
+        with pytest.raises(ConfigError) as raised:
+            with_settings(base, [f"{name}={value}"], "--it")
+        assert name in str(raised.value) and "\n" not in str(raised.value)
+
+
+ENDS = {name: range_of(name) for name in Deployment.__struct_fields__ if name != "routing"}
+
+
+@settings(max_examples=12)
+@given(st.fixed_dictionaries({}, optional={k: st.sampled_from(v) for k, v in ENDS.items()}))
+def test_a_cluster_of_extremes_gives_results_that_can_be_read(ends: dict[str, float]) -> None:
+    texts = [
+        f"{name}={value:.0f}" if value >= 1 else f"{name}={value}" for name, value in ends.items()
+    ]
+    cluster = with_settings(Deployment(), texts, "--cluster")
+    turns = workload("full_replay", Sizes(conversations=2, turns=2))
+    file = io.BytesIO()
+    for one in run_arms(plan("w", preset("tiny-hybrid"), cluster, policies=[Policy.BOTH]), turns):
+        write_results([*one.results, one.arm], file)
+    with tempfile.NamedTemporaryFile() as written:
+        written.write(file.getvalue())
+        written.flush()
+        assert len(list(read_results(Path(written.name)))) == 2 * (4 + 1)
+
+
+def test_sizes_are_in_binary_units() -> None:
+    printed = simulate("--workload", "full_replay", *SMALL, "--policy", "both", "--capacity=3MiB")
+    assert "capacity 3 MiB" in printed and printed.count("MiB") == 4 and "GB" not in printed
+
+
 def test_progress_is_lines_where_standard_error_is_no_terminal() -> None:
     args = ["--workload", "full_replay", *SMALL, "--policy", "none", "--policy", "both"]
     result = CliRunner().invoke(app, ["simulate", *args], catch_exceptions=False)
@@ -101,6 +146,10 @@ def test_a_long_arm_says_now_and_then_how_far_it_is() -> None:
         (("--workload", "mixed", "--size", "turns"), "--size 'turns': write NAME=VALUE"),
         (("--workload", "mixed", "--size", "turns=x"), "--size: Expected `int`"),
         (("--workload", "mixed", "--cluster", "decode_slots=0"), "decode_slots is 0"),
+        (("--workload", "mixed", "--capacity", "1"), "--capacity is 1 bytes: at least 1 MiB"),
+        (("--workload", "mixed", "--admit-per-token", "0"), "--admit-per-token is '0'"),
+        (("--workload", "mixed", "--output", "/proc/x"), "--output '/proc/x': /proc cannot be"),
+        (("--workload", "full_replay", *SMALL, "--output", "/dev/full"), "'/dev/full' cannot be"),
     ],
 )
 def test_what_is_wrong_is_named(args: tuple[str, ...], message: str) -> None:

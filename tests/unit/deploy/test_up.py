@@ -21,6 +21,7 @@ from backhaul.deploy.engines import Engine, EngineSpec
 from backhaul.deploy.processes import free_port
 from backhaul.deploy.up import ProxyService, UpPlan, make_services
 from backhaul.protocols.errors import ConfigError
+from backhaul.transfer.daemon.settings import Address
 
 STUB = Path(__file__).with_name("up_stub.py")
 WAIT_S = 90.0
@@ -99,6 +100,18 @@ def test_a_plan_that_makes_no_sense(tmp_path: Path, changes: Any, words: str) ->
         plan(tmp_path, **changes)
 
 
+def test_where_the_store_is(tmp_path: Path) -> None:
+    everywhere = make_services(
+        plan(tmp_path, store_listen=Address("0.0.0.0", 7400), store_http=Address("::", 7401))
+    ).store
+    assert everywhere is not None
+    assert everywhere.uri == "backhaul://127.0.0.1:7400"
+    assert everywhere.http_url == "http://[::1]:7401"
+    command = everywhere.command()
+    assert command[command.index("--listen") + 1] == "0.0.0.0:7400"
+    assert command[command.index("--http") + 1] == "[::]:7401"
+
+
 @pytest.mark.parametrize(
     ("host", "url"),
     [("127.0.0.1", "http://127.0.0.1:9"), ("0.0.0.0", "http://127.0.0.1:9"), ("::", "http://[::1]:9")],
@@ -121,11 +134,15 @@ class Up:
     def __init__(self, tmp_path: Path, *args: str) -> None:
         self.port = free_port()
         self.output = tmp_path / "output"
+        self.tmp = tmp_path / "tmp"
+        self.tmp.mkdir()
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
                 [sys.executable, str(STUB), "up", "--listen", f"127.0.0.1:{self.port}",
-                 "--log-dir", str(tmp_path / "logs"), "--capacity", "64MiB", *args],
+                 "--store-listen", "127.0.0.1:0", "--store-http", "127.0.0.1:0",
+                 "--capacity", "64MiB", *args],
                 stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+                env=os.environ | {"TMPDIR": str(self.tmp)},
             )  # fmt: skip
         self.seen: dict[int, psutil.Process] = {}
 
@@ -163,7 +180,12 @@ def test_it_serves_until_it_is_told_to_stop(tmp_path: Path, ups: list[Up]) -> No
     up.wait_ready()
     assert len(up.seen) == 5
     for name in ("store", "prefill-0", "decode-0", "decode-1", "proxy"):
-        assert re.search(rf"^{name} +\w+://127.0.0.1:\d+.* \S+/logs/{name}\.log$", up.text(), re.M)
+        assert re.search(rf"^{name} +\w+://127.0.0.1:\d+.* \S+/{name}\.log$", up.text(), re.M)
+    page = re.search(r"^Status page of the store: (\S+)/ ", up.text(), re.M)
+    assert page and "Backhaul" in httpx.get(page[1], follow_redirects=True).text
+    assert httpx.get(f"{page[1]}/healthz").is_success
+    logs = re.search(r"logs in (\S+)", up.text())
+    assert logs and Path(logs[1]).parent == up.tmp and Path(logs[1]).is_dir()
     body = {"messages": [{"role": "user", "content": "u"}], "max_tokens": 2}
     answer = httpx.post(f"http://127.0.0.1:{up.port}/v1/chat/completions", json=body, timeout=30)
     assert answer.json()["choices"][0]["message"]["content"] == "w0 w1 "
@@ -171,19 +193,24 @@ def test_it_serves_until_it_is_told_to_stop(tmp_path: Path, ups: list[Up]) -> No
     os.kill(up.process.pid, signal.SIGINT)
     assert up.wait_end() == 130
     assert "everything was stopped" in up.text()
+    assert not list(up.tmp.iterdir())
 
 
 @pytest.mark.parametrize("reason", ["sigterm", "an engine dies"])
 def test_it_stops_everything(tmp_path: Path, ups: list[Up], reason: str) -> None:
-    ups.append(up := Up(tmp_path, "--model", model(tmp_path, "m"), "--no-backhaul"))
+    own = [f"--log-dir={tmp_path / 'mine'}"] if reason == "sigterm" else []
+    ups.append(up := Up(tmp_path, "--model", model(tmp_path, "m"), "--no-backhaul", *own))
     up.wait_ready()
     if reason == "sigterm":
         up.process.terminate()
         assert up.wait_end() == 143
+        assert (tmp_path / "mine" / "proxy.log").is_file() and not list(up.tmp.iterdir())
         return
     next(p for p in up.seen.values() if "backhaul.proxy.fake_engine" in p.cmdline()).kill()
     assert up.wait_end() == 1
     assert re.search(r"(prefill|decode)-0 exited with code -9", up.text())
+    kept = re.search(r"logs are kept in (\S+)", up.text())
+    assert kept and (Path(kept[1]) / "proxy.log").is_file()
 
 
 def test_an_engine_that_does_not_start_is_named(tmp_path: Path, ups: list[Up]) -> None:

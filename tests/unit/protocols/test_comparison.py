@@ -25,7 +25,7 @@ from backhaul.protocols.sharding import Part, Rows, page_bytes
 
 GROUPS = tuple(
     GroupLayout(
-        index=index, kind=kind, block_tokens=64, page_bytes=4096, layers=2, members=f"m{index}",
+        index=2 * index, kind=kind, block_tokens=64, page_bytes=4096, layers=2, members=f"m{index}",
         interior="heads", window_tokens=32 if kind is GroupKind.WINDOW else 0,
     )
     for index, kind in enumerate((GroupKind.FULL, GroupKind.RECURRENT, GroupKind.WINDOW))
@@ -76,6 +76,10 @@ def changed(path: tuple[Any, ...]) -> DomainRecord:
         new = old * 2 + (old == 0)
         if path[-1] == "hash_tokens":
             new = 32
+        if path[-1] == "index":
+            new = old + 1  # still below the next group's
+    elif path[-1] == "numbers":
+        new = [7, 9]
     elif path[-1] == "page":
         new = [{"count": 1, "parts": [{"units": 2, "nbytes": 2048}]}]
     elif isinstance(old, list):
@@ -184,11 +188,18 @@ STATE = (Rows(3, (Part(4, 16), Part(4, 16), Part(8, 32))), Rows(1, (Part(8, 100)
 LATENT = (Rows(1, (Part(1, 4096),)),)
 
 
-def sharded(tensor: int, **changes: Any) -> DomainRecord:
-    """A domain of so many tensor-parallel ranks, whose pages are known; block sizes were fixed."""
+NUMBERS = (1, 4), (0, 3), (2, 5)
+"""Layers of each group, of six."""
+
+
+def sharded(tensor: int, cut: tuple[int, ...] = (6,), **changes: Any) -> DomainRecord:
+    """A domain of so many tensor-parallel ranks, whose pages are known; block sizes were fixed.
+    ``cut``: layers of each pipeline stage."""
+    numbers = [tuple(n for n in group if n < cut[0]) for group in NUMBERS]
     groups = tuple(
         GroupLayout(
-            index=index, kind=kind, block_tokens=64, layers=2, members=f"m{index}",
+            index=index, kind=kind, block_tokens=64, layers=len(numbers[index]),
+            numbers=numbers[index], members=f"m{numbers[index]}",
             interior=f"{kind} over {tensor}", page=page, page_bytes=page_bytes(page, tensor),
             copies=tensor if page is LATENT else 1,
         )
@@ -196,9 +207,13 @@ def sharded(tensor: int, **changes: Any) -> DomainRecord:
             ((GroupKind.FULL, HEADS), (GroupKind.RECURRENT, STATE), (GroupKind.FULL, LATENT))
         )
     )  # fmt: skip
-    layout = CacheLayout(groups=groups, hash_tokens=16, ranks=tensor)
-    one_stage = {"pipeline_parallel": 1, "tensor_parallel": tensor, "layout": layout}
-    return msgspec.structs.replace(RECORD, **(one_stage | changes))
+    layout = CacheLayout(groups=groups, hash_tokens=16, ranks=tensor * len(cut))
+    size = {
+        "tensor_parallel": tensor, "layout": layout, "draft_model": "",
+        "pipeline_parallel": len(cut),
+        "pipeline_layers": ",".join(map(str, cut)) if len(cut) > 1 else "",
+    }  # fmt: skip
+    return msgspec.structs.replace(RECORD, **(size | changes))
 
 
 @pytest.mark.parametrize("theirs", [1, 4])
@@ -245,9 +260,67 @@ def test_ranks_are_not_enough_where_anything_else_differs(field: str) -> None:
     assert (found.verdict, found.field) == (Verdict.MISMATCH, field)
 
 
-def test_several_pipeline_stages_are_not() -> None:
-    two, four = (sharded(n, pipeline_parallel=2, pipeline_layers="1,1") for n in (2, 4))
-    assert compare(two, four).verdict is Verdict.MISMATCH
+HALVES = (3, 3)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (sharded(2, HALVES), sharded(4, HALVES)),
+        (sharded(2), sharded(2, HALVES)),
+        (sharded(2), sharded(1, HALVES)),
+        (sharded(1), sharded(4, HALVES)),
+    ],
+    ids=["the same stages", "stages", "stages and ranks", "more of both"],
+)
+def test_stages_are_convertible_where_one_side_has_a_single_one(
+    ours: DomainRecord, theirs: DomainRecord
+) -> None:
+    for one, other in ((ours, theirs), (theirs, ours)):
+        found = compare(one, other)
+        assert (found.verdict, found.field) == (Verdict.CONVERTIBLE, "")
+        causes = {cause.path for cause in found.causes}
+        assert causes <= {"tensor_parallel", "pipeline_parallel"}
+
+
+def regrouped(record: DomainRecord, **changes: Any) -> DomainRecord:
+    """The record with another first group."""
+    first = msgspec.structs.replace(record.layout.groups[0], **changes)
+    layout = msgspec.structs.replace(record.layout, groups=(first, *record.layout.groups[1:]))
+    return msgspec.structs.replace(record, layout=layout)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "field"),
+    [
+        (sharded(2, HALVES), sharded(2, (4, 2)), "pipeline_layers"),
+        (sharded(2, HALVES), sharded(2, (3, 2, 1)), "pipeline_parallel"),
+        (sharded(2), sharded(2, (5, 1)), "pipeline_parallel"),
+        (sharded(2), sharded(2, (3, 2)), "pipeline_parallel"),
+        (sharded(2), sharded(2, HALVES, pipeline_layers=""), "pipeline_parallel"),
+        (sharded(2), sharded(2, HALVES, pipeline_layers="a,b"), "pipeline_parallel"),
+        (regrouped(sharded(2), numbers=()), sharded(2, HALVES), "pipeline_parallel"),
+        (regrouped(sharded(2), numbers=(4, 1)), sharded(2, HALVES), "pipeline_parallel"),
+        (sharded(2), regrouped(sharded(2, HALVES), numbers=(0,)), "pipeline_parallel"),
+        (sharded(2), regrouped(sharded(2, HALVES), layers=2), "pipeline_parallel"),
+        (regrouped(sharded(2), page=()), regrouped(sharded(2, HALVES), page=()),
+         "pipeline_parallel"),
+        (sharded(2, draft_model="d"), sharded(2, HALVES, draft_model="d"), "pipeline_parallel"),
+        (sharded(2), sharded(2, HALVES, weights="other"), "weights"),
+    ],
+    ids=[
+        "cut elsewhere", "several on both sides", "a stage without a layer of a group",
+        "fewer layers", "not told", "nonsense", "not numbered", "out of order",
+        "another first stage", "more layers than numbers", "unknown pages", "drafting",
+        "something else",
+    ],
+)  # fmt: skip
+def test_stages_that_are_not_known_are_not(
+    ours: DomainRecord, theirs: DomainRecord, field: str
+) -> None:
+    for one, other in ((ours, theirs), (theirs, ours)):
+        found = compare(one, other)
+        assert (found.verdict, found.field) == (Verdict.MISMATCH, field)
 
 
 def test_a_convertible_field_is_convertible_and_says_how() -> None:

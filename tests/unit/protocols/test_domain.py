@@ -1,14 +1,21 @@
 """The cache domain: canonical, complete, and every difference named."""
 
 import json
+from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import pytest
 
 from backhaul.protocols.comparison import compare
-from backhaul.protocols.domain import DOMAIN_VERSION, DomainRecord, parse_domain
-from backhaul.protocols.errors import StoreRejected
-from backhaul.protocols.layout import CacheLayout, GroupKind, GroupLayout
+from backhaul.protocols.domain import (
+    DOMAIN_VERSION,
+    RECORD_BYTES_MAX,
+    DomainRecord,
+    parse_domain,
+)
+from backhaul.protocols.errors import StoreRejected, UnsupportedError
+from backhaul.protocols.layout import GROUPS_MAX, TEXT_MAX, CacheLayout, GroupKind, GroupLayout
 from backhaul.protocols.sharding import Part, Rows
 
 LAYOUT = CacheLayout(
@@ -57,7 +64,7 @@ def test_equal_records_have_one_id_and_no_difference() -> None:
 
 def test_the_encoding_is_canonical_and_never_changes_within_a_version() -> None:
     """A change of this digest parts every running cluster: raise DOMAIN_VERSION with it."""
-    assert (DOMAIN_VERSION, RECORD.domain_id) == (3, "9998e50e74e12978")
+    assert (DOMAIN_VERSION, RECORD.domain_id) == (4, "f39b4712d47f79eb")
     text = json.dumps(json.loads(RECORD.canonical()), sort_keys=True, separators=(",", ":"))
     assert text.encode() == RECORD.canonical()
 
@@ -69,7 +76,9 @@ def test_a_record_of_another_version_is_refused_by_its_version(version: int) -> 
         {"version": version, "of": "another shape"},
         {**msgspec.to_builtins(RECORD), "version": version},
     ):
-        with pytest.raises(StoreRejected, match=rf"of version {version}, this side speaks 3"):
+        with pytest.raises(
+            StoreRejected, match=rf"of version {version}, this side speaks {DOMAIN_VERSION}"
+        ):
             parse_domain(msgspec.json.encode(record))
 
 
@@ -90,27 +99,108 @@ def test_malformed_records_are_rejected(record: bytes) -> None:
         parse_domain(record)
 
 
-@pytest.mark.parametrize(
-    ("path", "value"),
-    [
-        (("tensor_parallel",), 0), (("tensor_parallel",), 10**9), (("pipeline_parallel",), 0),
-        (("layout", "groups", 0, "page", 0, "count"), 0),
-        (("layout", "groups", 0, "page", 0, "parts", 0, "units"), 0),
-        (("layout", "groups", 0, "page", 0, "parts", 0, "units"), 2**64 - 1),
-        (("layout", "groups", 0, "page", 0, "parts", 0, "nbytes"), -1),
-    ],
-)  # fmt: skip
-def test_numbers_with_which_no_other_record_can_be_compared_are_rejected(
-    path: tuple[str | int, ...], value: int
-) -> None:
-    """A store compares every record with those of everybody else."""
-    group = msgspec.structs.replace(LAYOUT.groups[0], page=(Rows(1, (Part(4, 1024),)),))
-    layout = msgspec.structs.replace(LAYOUT, groups=(group,))
-    record = msgspec.structs.replace(RECORD, layout=layout)
-    assert parse_domain(record.canonical()) == record
-    fields = inner = json.loads(record.canonical())
+FULL_RECORD = msgspec.structs.replace(
+    RECORD,
+    layout=msgspec.structs.replace(
+        LAYOUT,
+        groups=(
+            msgspec.structs.replace(
+                LAYOUT.groups[0], members="x", interior="x", page=(Rows(1, (Part(4, 1024),)),)
+            ),
+            GroupLayout(index=1, kind=GroupKind.WINDOW, block_tokens=64, window_tokens=9),
+        ),
+    ),
+)
+Path = tuple[str | int, ...]
+
+
+def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """(path, value) of every list and of everything that holds nothing, at any depth."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value)
+    for name, one in inner:
+        if isinstance(one, (dict, list)):
+            yield from leaves(one, (*path, name))
+        if not isinstance(one, dict):
+            yield (*path, name), one
+
+
+LEAVES = list(leaves(json.loads(FULL_RECORD.canonical())))
+
+
+def changed(path: Path, value: object) -> bytes:
+    """The record with one value replaced."""
+    fields = inner = json.loads(FULL_RECORD.canonical())
     for step in path[:-1]:
         inner = inner[step]
     inner[path[-1]] = value
-    with pytest.raises(StoreRejected):
-        parse_domain(msgspec.json.encode(fields))
+    return msgspec.json.encode(fields)
+
+
+def refusal(record: bytes) -> str:
+    with pytest.raises(StoreRejected) as caught:
+        parse_domain(record)
+    return str(caught.value)
+
+
+def test_the_record_that_is_spoilt_below_has_every_field() -> None:
+    assert parse_domain(FULL_RECORD.canonical()) == FULL_RECORD
+    named = {str(step) for path, _ in LEAVES for step in path}
+    for kind in (DomainRecord, CacheLayout, GroupLayout, Rows, Part):
+        assert set(kind.__struct_fields__) - {"layout"} <= named
+
+
+@pytest.mark.parametrize("path", [path for path, value in LEAVES if type(value) is int])
+@pytest.mark.parametrize("value", [-1, -(2**63), 2**41, 2**63 - 1, 2**64 - 1, 2**80])
+def test_no_number_is_taken_that_no_engine_has(path: Path, value: int) -> None:
+    """A store compares every record with those of everybody else, and counts with them."""
+    assert "\n" not in refusal(changed(path, value))
+
+
+@pytest.mark.parametrize("path", [path for path, value in LEAVES if type(value) is str])
+@pytest.mark.parametrize("length", [40_000, 200_000])
+def test_no_text_is_taken_that_no_engine_has(path: Path, length: int) -> None:
+    """A store answers with all its records at once."""
+    assert len(refusal(changed(path, "x\n" * (length // 2)))) < 500
+
+
+@pytest.mark.parametrize(("path", "value"), [leaf for leaf in LEAVES if type(leaf[1]) is list])
+def test_no_list_is_taken_that_no_engine_has(path: Path, value: list[object]) -> None:
+    refusal(changed(path, (value or ["x"]) * 300))
+
+
+def test_a_huge_record_is_refused_by_its_size() -> None:
+    assert "bytes: at most 131072" in refusal(changed(("model",), "x" * (20 << 20)))
+
+
+@pytest.mark.parametrize("name", ["x\ny", "x" * 5000])
+def test_what_a_refusal_quotes_keeps_it_short_and_on_one_line(name: str) -> None:
+    said = refusal(msgspec.json.encode({**msgspec.to_builtins(RECORD), name: 1}))
+    assert "unknown field" in said and "\n" not in said and len(said) < 500
+
+
+def test_blocks_that_never_end_together_are_refused() -> None:
+    primes = (p for p in range(2**24, 2**25) if all(p % d for d in range(2, 6000)))
+    groups = [
+        {"index": i, "kind": "full_attention", "block_tokens": next(primes)} for i in range(3)
+    ]
+    said = refusal(changed(("layout",), {"groups": groups, "hash_tokens": 1}))
+    assert "no common boundary" in said
+
+
+@pytest.mark.parametrize("indices", [(0, 0), (1, 0)])
+def test_groups_are_told_apart_by_their_index(indices: tuple[int, int]) -> None:
+    groups = tuple(
+        GroupLayout(index=index, kind=GroupKind.FULL, block_tokens=64) for index in indices
+    )
+    with pytest.raises(UnsupportedError, match="each index once"):
+        CacheLayout(groups=groups, hash_tokens=64)
+
+
+def test_the_largest_record_is_bounded_by_more_than_its_fields() -> None:
+    """Every field within its bounds, and the whole beyond: also where what is left out counts."""
+    group = {"index": 0, "kind": "full_attention", "block_tokens": 64}
+    wide = [{**group, "index": i, "interior": "x" * TEXT_MAX} for i in range(GROUPS_MAX)]
+    assert "bytes" in refusal(changed(("layout",), {"groups": wide, "hash_tokens": 64}))
+    fitting = [{**group, "index": i} for i in range(GROUPS_MAX)]
+    record = changed(("layout",), {"groups": fitting, "hash_tokens": 64})
+    assert len(record) < len(parse_domain(record).canonical()) <= RECORD_BYTES_MAX

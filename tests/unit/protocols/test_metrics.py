@@ -5,7 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from backhaul.protocols.metrics import ENGINE, ENGINE_PREFIX, STORE, STORE_PREFIX, Metric
+from backhaul.protocols.metrics import (
+    API_SERVER,
+    ENGINE,
+    ENGINE_PREFIX,
+    STORE,
+    STORE_PREFIX,
+    Metric,
+)
 
 PAGE = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text()
 
@@ -16,7 +23,11 @@ def section(title: str) -> str:
 
 @pytest.mark.parametrize(
     ("title", "prefix", "table"),
-    [("Engine", ENGINE_PREFIX, ENGINE), ("Store", STORE_PREFIX, STORE)],
+    [
+        ("Engine", ENGINE_PREFIX, ENGINE),
+        ("API server", ENGINE_PREFIX, API_SERVER),
+        ("Store", STORE_PREFIX, STORE),
+    ],
 )
 def test_the_page_lists_every_metric_with_its_labels(
     title: str, prefix: str, table: dict[str, Metric]
@@ -33,7 +44,7 @@ def test_every_metric_that_the_page_uses_exists() -> None:
     """In the queries too."""
     known = {
         prefix + metric.exposed(name)
-        for prefix, table in ((ENGINE_PREFIX, ENGINE), (STORE_PREFIX, STORE))
+        for prefix, table in ((ENGINE_PREFIX, ENGINE | API_SERVER), (STORE_PREFIX, STORE))
         for name, metric in table.items()
     }
     used = {re.sub(r"_(sum|count|bucket)$", "", n) for n in re.findall(r"backhaul:\w+", PAGE)}

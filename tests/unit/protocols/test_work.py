@@ -25,6 +25,21 @@ MAMBA: dict[str, Any] = DENSE | {
     "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_d_conv": 4,
 }  # fmt: skip
 
+KIMI: dict[str, Any] = DENSE | {
+    "kv_lora_rank": 6, "qk_nope_head_dim": 2, "qk_rope_head_dim": 3, "v_head_dim": 5,
+    "linear_attn_config": {
+        "kda_layers": [1], "full_attn_layers": [2], "num_heads": 3, "head_dim": 4,
+        "short_conv_kernel_size": 4,
+    },
+}  # fmt: skip
+
+NEMOTRON: dict[str, Any] = DENSE | {
+    "model_type": "nemotron_h", "num_hidden_layers": 4, "hybrid_override_pattern": "ME*-",
+    "mamba_num_heads": 2, "mamba_head_dim": 4, "n_groups": 1, "ssm_state_size": 16,
+    "conv_kernel": 4, "n_routed_experts": 6, "num_experts_per_tok": 2, "n_shared_experts": 1,
+    "moe_intermediate_size": 7, "moe_shared_expert_intermediate_size": 9,
+}  # fmt: skip
+
 # One layer's parts. Attention: queries and output 8 x 12 each, keys and values 8 x 6 each; a key
 # in sight costs 4 heads * 3 * (score 2 + value 2). MLP: three 8 x 10 matrices.
 ATTENTION = 2 * (2 * 8 * 12 + 2 * 8 * 6)
@@ -36,6 +51,10 @@ DELTA = 2 * (8 * 64 + 160 + 4 * 36) + 7 * 4 * 20
 # Inner 8, B and C 16 each: in 8 x (2*8 + 2*16 + 2), out 8 x 8, convolution 4 x (8 + 32); two
 # states of 4 x 16, each 5 operations an element.
 MAMBA_LAYER = 2 * (8 * 50 + 64 + 4 * 40) + 5 * 2 * 64
+LATENT = 2 * (160 + 72 + 168 + 160)
+# Three heads 4 wide: queries, keys, values and output 8 x 12 each, strength 8 x 3, decay and gate
+# 8 x 4 and 4 x 12 each, convolution 4 x 36; three states of 4 x 4.
+KIMI_DELTA = 2 * (4 * 96 + 24 + 2 * 80 + 4 * 36) + 7 * 3 * 16
 
 
 @pytest.mark.parametrize(
@@ -74,11 +93,36 @@ MAMBA_LAYER = 2 * (8 * 50 + 64 + 4 * 40) + 5 * 2 * 64
         (
             DENSE
             | {"kv_lora_rank": 6, "qk_nope_head_dim": 2, "qk_rope_head_dim": 3, "v_head_dim": 5},
-            2 * (2 * (160 + 72 + 168 + 160) + MLP),
+            2 * (LATENT + MLP),
             ((FULL, 2 * 2 * 4 * (5 + 5)),),
         ),
+        (KIMI, LATENT + KIMI_DELTA + 2 * MLP, ((FULL, 2 * 4 * (5 + 5)),)),
+        # A gate of 8 x 12 instead of 8 x 4 and 4 x 12, and one of 8 x 20 after attention.
+        (
+            KIMI
+            | {"linear_attn_config": KIMI["linear_attn_config"] | {"use_full_rank_gate": True}}
+            | {"mla_use_output_gate": True},
+            LATENT + KIMI_DELTA + 2 * (96 - 80 + 160) + 2 * MLP,
+            ((FULL, 2 * 4 * (5 + 5)),),
+        ),
+        # Each layer one thing; two matrices an MLP.
+        (
+            NEMOTRON,
+            MAMBA_LAYER + ATTENTION + 4 * 8 * 10 + 4 * 8 * (2 * 7 + 9) + 2 * 8 * 6,
+            ((FULL, PER_KEY),),
+        ),
+        # Experts 3 wide inside, behind projections of 8 x 3 and 3 x 8.
+        (
+            NEMOTRON | {"moe_latent_size": 3},
+            MAMBA_LAYER + ATTENTION + 4 * 8 * 10 + 4 * (3 * 2 * 7 + 8 * 9)
+            + 2 * 8 * 6 + 2 * 2 * 8 * 3,
+            ((FULL, PER_KEY),),
+        ),
     ],
-    ids=["dense", "delta", "gated", "mamba", "window", "experts", "mixed", "latent"],
+    ids=[
+        *("dense", "delta", "gated", "mamba", "window", "experts", "mixed", "latent"),
+        *("kimi", "kimi gates", "nemotron", "nemotron latent"),
+    ],
 )  # fmt: skip
 def test_a_models_work(
     config: dict[str, Any], per_token: int, per_key: tuple[tuple[int, int], ...]
@@ -131,9 +175,14 @@ VALUES = st.none() | st.integers(-3, 9) | st.booleans() | st.text(max_size=3) | 
 )  # fmt: skip
 
 
-@given(st.dictionaries(st.sampled_from(sorted(DENSE | LINEAR | MAMBA)), VALUES), st.booleans())
-def test_any_configuration_is_understood_or_not(changes: dict[str, Any], linear: bool) -> None:
-    work = model_work((LINEAR if linear else MAMBA) | changes)
+@given(
+    st.dictionaries(st.sampled_from(sorted(DENSE | LINEAR | MAMBA | KIMI | NEMOTRON)), VALUES),
+    st.sampled_from([LINEAR, MAMBA, KIMI, NEMOTRON]),
+)
+def test_any_configuration_is_understood_or_not(
+    changes: dict[str, Any], config: dict[str, Any]
+) -> None:
+    work = model_work(config | changes)
     assert work is None or work.per_token >= 0
 
 
@@ -145,6 +194,8 @@ def test_any_configuration_is_understood_or_not(changes: dict[str, Any], linear:
         DENSE | {"layer_types": ["full_attention"]},
         DENSE | {"mamba_d_state": 16},
         DENSE | {"linear_attn_config": {"kda_layers": [1]}},
+        KIMI | {"linear_attn_config": KIMI["linear_attn_config"] | {"kda_layers": [2]}},
+        NEMOTRON | {"hybrid_override_pattern": "ME*?"},
     ],
 )
 def test_a_shape_that_is_not_understood_has_no_figure(config: dict[str, Any]) -> None:

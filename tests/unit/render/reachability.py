@@ -39,11 +39,14 @@ class Turn(NamedTuple):
 def text_of(
     family: Family, messages: list[dict[str, Any]], *, tools: bool, generate: bool
 ) -> tuple[str, int]:
-    """Rendered text and U_end in characters."""
+    """Rendered text and U_end in characters, by vendors' code alone: the table is about templates,
+    and U_end is where the render without the flag ends."""
     values = variables(family, messages, tools=tools)
-    rendering = load(family.template)[1].render(**values, add_generation_prompt=generate)
-    assert rendering is not None and rendering.u_end is not None
-    return rendering.text, rendering.u_end
+    plain, _ = load(family.template)
+    text = plain.render(**values, add_generation_prompt=generate)
+    without = plain.render(**values, add_generation_prompt=False)
+    assert text.startswith(without)
+    return text, len(without)
 
 
 def take_turn(

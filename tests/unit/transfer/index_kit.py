@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Generator, Iterable, Sequence
 
 import msgspec
 
@@ -21,6 +21,7 @@ from backhaul.protocols.layout import CacheLayout, GroupKind, GroupLayout, check
 from backhaul.protocols.sharding import Part, Rows, page_bytes
 from backhaul.transfer.admission import AdmissionStrategy
 from backhaul.transfer.base import CommitResult, Grant, GrantStatus, Written
+from backhaul.transfer.entries import Checkpoint
 from backhaul.transfer.eviction import EvictionStrategy
 from backhaul.transfer.index import BlockIndex, LookupAnswer
 
@@ -104,6 +105,35 @@ def size_of(layout: CacheLayout, key: ObjectKey) -> int:
     """Bytes of an object: states are larger."""
     kind = next(group.kind for group in layout.groups if group.index == key.group)
     return STATE_BYTES if kind is GroupKind.RECURRENT else ATTENTION_BYTES
+
+
+class SortedQueue:
+    """A strategy's own rule, applied to everything anew for each candidate."""
+
+    def __init__(self, strategy: EvictionStrategy) -> None:
+        self.strategy = strategy
+        self.members: dict[Checkpoint, None] = {}
+
+    def add(self, checkpoint: Checkpoint) -> None:
+        self.members[checkpoint] = None
+
+    def remove(self, checkpoint: Checkpoint) -> None:
+        del self.members[checkpoint]
+
+    def changed(self, checkpoint: Checkpoint) -> None:
+        pass
+
+    def candidates(
+        self, now: float, leased: Collection[Checkpoint]
+    ) -> Generator[Checkpoint, None, None]:
+        given: set[Checkpoint] = set()
+        while True:
+            unleased = [one for one in self.members if one not in leased]
+            ordered = [one for one in self.strategy.order(unleased, now) if one not in given]
+            if not ordered:
+                return
+            given.add(ordered[0])
+            yield ordered[0]
 
 
 class Driver:

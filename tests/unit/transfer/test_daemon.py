@@ -36,7 +36,7 @@ from backhaul.transfer.daemon.settings import (
     parse_address,
     parse_bytes,
 )
-from backhaul.transfer.entries import NotKnown
+from backhaul.transfer.entries import HASHES_MAX, NotKnown
 
 START_TIMEOUT_S = 120
 """Importing NIXL takes seconds, and far more on a machine that is busy otherwise."""
@@ -450,7 +450,7 @@ def test_calls_that_a_stop_cut_short_leave_nothing(stoppable: Daemon) -> None:
 
 def test_a_message_of_several_mebibytes_is_taken(catalog: Any) -> None:
     domain = open_domain(catalog, "long prompt")
-    hashes = [bytes([n % 256]) * 32 for n in range(200_000)]
+    hashes = [bytes([n % 256]) * 32 for n in range(HASHES_MAX)]  # more than gRPC's own 4 MiB
     reply = catalog.Lookup(store_pb2.LookupRequest(domain_id=domain, boundary_hashes=hashes))
     assert not reply.matches
 

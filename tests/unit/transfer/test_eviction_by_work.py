@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,7 +14,7 @@ from index_kit import ATTENTION_BYTES, GRID, STATE_BYTES, Driver, chain
 from backhaul.protocols.checkpoint import CheckpointKind, PrefillWork
 from backhaul.protocols.errors import StoreRejected
 from backhaul.transfer.entries import Checkpoint
-from backhaul.transfer.eviction import EvictionStrategy, LeastRecentlyUsed
+from backhaul.transfer.eviction import EvictionStrategy, LeastRecentlyUsed, recency
 from backhaul.transfer.eviction_by_work import (
     Marconi,
     SavedWorkPerByte,
@@ -20,6 +22,8 @@ from backhaul.transfer.eviction_by_work import (
     freed_bytes,
     with_user_turns,
 )
+from backhaul.transfer.eviction_columns import ColumnQueue
+from backhaul.transfer.eviction_queue import EvictionQueue, HeapQueue
 
 DECODE, INPUT = CheckpointKind.DECODE_END, CheckpointKind.INPUT_END
 BY_WORK = [SavedWorkPerByte(), Marconi(), Marconi(alpha=10.0)]
@@ -201,6 +205,48 @@ def test_the_end_of_the_last_users_message_outlives_the_tool_loop_after_it(
     driver.now += 1
     ordered = list(strategy.order(list(driver.index.checkpoints.visible), driver.now))
     assert ordered[-1].user_turn
+
+
+class Counting:
+    """A strategy whose queue counts how often it looks at a checkpoint."""
+
+    def __init__(self, inner: EvictionStrategy) -> None:
+        self.inner = inner
+        self.looks = 0
+
+    def order(self, checkpoints: Sequence[Checkpoint], now: float) -> Iterable[Checkpoint]:
+        return self.inner.order(checkpoints, now)
+
+    def queue(self) -> EvictionQueue:
+        def counted(rule: Callable[[Checkpoint], Any]) -> Callable[[Checkpoint], Any]:
+            def look(checkpoint: Checkpoint) -> Any:
+                self.looks += 1
+                return rule(checkpoint)
+
+            return look
+
+        if isinstance(self.inner, SavedWorkPerByte | Marconi):
+            return ColumnQueue(self.inner.worth, counted(efficiency), counted(recency))
+        return HeapQueue(counted(recency))
+
+
+@pytest.mark.parametrize("strategy", [SavedWorkPerByte(), Marconi(), LeastRecentlyUsed()])
+def test_an_eviction_looks_at_few_of_many(strategy: EvictionStrategy) -> None:
+    counting = Counting(strategy)
+    many = 300
+    driver = Driver(many * (STATE_BYTES + ATTENTION_BYTES), strategy=counting)
+    names = [chr(0x4E00 + n) for n in range(2 * many)]
+    for tokens in names[:many]:
+        driver.publish(tokens)
+        driver.now += 1
+    driver.publish(names[many])  # what was added so far is looked at once
+    counting.looks = 0
+    for tokens in names[many + 1 :]:
+        driver.lookup(tokens, lease_s=0)
+        driver.publish(tokens)
+        driver.now += 1
+    assert driver.index.counters["evictions_capacity"] == many
+    assert counting.looks < 10 * many, "of 300 each it would be 90,000"
 
 
 @pytest.mark.parametrize("flops", [-1.0, 1e300, math.inf, math.nan])

@@ -12,6 +12,7 @@ from index_kit import (
     GRID,
     STATE_BYTES,
     Driver,
+    SortedQueue,
     chain,
     keys_of,
     make_layout,
@@ -516,8 +517,10 @@ def test_the_order_of_eviction_can_be_exchanged() -> None:
         def order(self, checkpoints: Sequence[Checkpoint], now: float) -> list[Checkpoint]:
             return sorted(checkpoints, key=lambda one: -one.created_at)
 
-    driver = Driver(2 * ONE)
-    driver.index.strategy = Newest()
+        def queue(self) -> SortedQueue:
+            return SortedQueue(self)
+
+    driver = Driver(2 * ONE, strategy=Newest())
     for driver.now, tokens in enumerate("abc"):
         driver.publish(tokens)
     assert driver.consumable("a") and driver.consumable("c") and not driver.consumable("b")

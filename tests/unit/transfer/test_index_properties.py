@@ -251,10 +251,16 @@ class IndexMachine(RuleBasedStateMachine):
         lease_s=st.sampled_from([0.0, 1.0, 15.0, 1000.0]),
     )
     def lookup(self, domain: int, prefix: str, above: int, lease_s: float) -> None:
-        """Look a prefix up and read, at once, everything that the lease covers."""
+        """Look a prefix up and read, at once, everything that the lease covers. Who only looks is
+        told the same, and leaves no trace."""
+        self.index.expire(self.now)
+        before = self.traces()
+        seen = self.index.peek(self.domains[domain], chain(prefix), above * GRID, self.now)
+        assert self.traces() == before and seen.lease is None
         answer = self.index.lookup(
             self.domains[domain], chain(prefix), above * GRID, lease_s, self.now
         )
+        assert (seen.matches, seen.extent) == (answer.matches, answer.extent)
         boundaries = [match.boundary for match in answer.matches]
         assert boundaries == sorted(set(boundaries), reverse=True)
         assert all(boundary > above * GRID for boundary in boundaries)
@@ -277,6 +283,18 @@ class IndexMachine(RuleBasedStateMachine):
                 )
         self.readable[answer.lease] = places
         self.lease_ends[answer.lease] = self.now + min(lease_s, LEASE_MAX_S)
+
+    def traces(self) -> object:
+        """What a lookup may change."""
+        index = self.index
+        return (
+            dict(index.counters),
+            {one: (one.used_at, one.hits, one.leases) for one in index.checkpoints.visible},
+            {name: domain.used_at for name, domain in index.domains.items()},
+            set(index.leases.valid),
+            index.checkpoints.recent.newest_first(),
+            self.ledger.credited,
+        )
 
     def check_tags(self, domain: DomainId, prefix: str, match: CheckpointMatch) -> None:
         """Each tag implies the one before, and each says what the listings say."""
@@ -425,6 +443,14 @@ class IndexMachine(RuleBasedStateMachine):
             assert budget.balance <= budget.burst_bytes
             earned = self.ledger.credited * budget.bytes_per_prompt_token
             assert admitted <= budget.burst_bytes + earned + max(-budget.balance, 0)
+
+    @invariant()
+    def the_queue_keeps_to_the_rule(self) -> None:
+        """Without sorting, and in whatever way things came about, the strategy's order."""
+        visible = self.index.checkpoints.visible
+        leased = {one for one in visible if one.leases}
+        expected = self.index.strategy.order([one for one in visible if not one.leases], self.now)
+        assert list(self.index.checkpoints.queue.candidates(self.now, leased)) == list(expected)
 
     @invariant()
     def leased_objects_stay_where_they_are(self) -> None:

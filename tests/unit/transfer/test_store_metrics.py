@@ -6,8 +6,9 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import msgspec
 import pytest
-from index_kit import GRID, STATE_BYTES, Driver
+from index_kit import GRID, STATE_BYTES, Driver, keys_of, make_layout
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -168,8 +169,6 @@ def test_who_extends_an_evicted_checkpoint_extends_its_parent() -> None:
 
 def test_attention_and_state_reach_apart() -> None:
     """Streamed ahead: attention objects without a state; the extents say so."""
-    from index_kit import keys_of
-
     driver = Driver()
     driver.publish("ab", U)
     keys = [key for key in keys_of(driver.layout, "abcd") if key.group == 0]
@@ -177,6 +176,19 @@ def test_attention_and_state_reach_apart() -> None:
     answer = driver.lookup("abcdef", lease_s=0)
     assert answer.extent == (4 * GRID, 2 * GRID)
     assert driver.lookup("xyz", lease_s=0).extent == (0, 0)
+
+
+def test_an_object_that_ranks_hold_alike_counts_as_there_for_all_of_them() -> None:
+    """One of them stores it."""
+    layout = make_layout(ranks=2)
+    latent = msgspec.structs.replace(layout.groups[0], copies=2)
+    layout = msgspec.structs.replace(layout, groups=(latent, layout.groups[1]))
+    driver = Driver(layout=layout)
+    for rank in (0, 1):
+        keys = keys_of(layout, "ab", rank)
+        own = [key for key in keys if layout.groups[key.group].owner(rank) == rank]
+        driver.commit("p", driver.reserve("p", own), rank=rank)
+    assert driver.lookup("abc", lease_s=0).extent == (2 * GRID, 2 * GRID)
 
 
 @pytest.mark.parametrize("seed", range(5))

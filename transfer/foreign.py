@@ -1,11 +1,12 @@
-"""Checkpoints of other domains that this engine can convert: asking for them in a lookup."""
+"""Checkpoints of other domains that an engine can convert: asking for them in a lookup."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -14,12 +15,32 @@ from backhaul.protocols.comparison import Verdict, compare
 from backhaul.protocols.domain import DomainRecord
 from backhaul.protocols.errors import StoreError
 from backhaul.protocols.sharding import conversion, page_bytes
-from backhaul.transfer.base import LookupResult, Store
+from backhaul.protocols.stages import most_layers
+from backhaul.transfer.base import LookupResult
 
 logger = logging.getLogger("vllm.backhaul")
 
 _REMEMBERED_MAX = 256
 """As many domains as a store keeps."""
+
+
+class Asked(Protocol):
+    """What is asked of a store; see ``Store``."""
+
+    def lookup(
+        self,
+        domain: DomainId,
+        boundary_hashes: Sequence[bytes],
+        *,
+        above_tokens: int = 0,
+        lease_s: float = 0.0,
+        follow_up: bool = False,
+        timeout_s: float,
+    ) -> LookupResult:
+        """Checkpoints of a prefix."""
+
+    def domain_record(self, domain: DomainId, *, timeout_s: float) -> DomainRecord:
+        """The record of a domain that a lookup named."""
 
 
 class Foreign(NamedTuple):
@@ -32,7 +53,7 @@ class Foreign(NamedTuple):
 class ConvertibleDomains:
     """Which other domains' bytes this engine can use. Thread-safe: answers are only remembered."""
 
-    def __init__(self, store: Store, record: DomainRecord, buffer_bytes: int) -> None:
+    def __init__(self, store: Asked, record: DomainRecord, buffer_bytes: int) -> None:
         """``buffer_bytes``: what a worker converts in; see the option ``convert_buffer_bytes``."""
         self._store = store
         self._ours = record
@@ -47,26 +68,28 @@ class ConvertibleDomains:
         lease_s: float,
         timeout_s: float,
     ) -> tuple[LookupResult, Foreign | None]:
-        """Add what a convertible domain holds beyond the deepest checkpoint of one's own.
+        """Add what a convertible domain holds beyond the deepest checkpoint of one's own: the one
+        that reaches furthest, and the next one where that cannot be asked or has lost it.
 
         Matches of such a domain that are not added keep ``DOMAIN_MISMATCH`` and get the field that
-        differs. Never raises: without an answer the lookup stays as it was.
+        differs. Never raises: without an answer the lookup stays as it was. With ``lease_s`` 0, of
+        whoever only looks, the matches come without a lease.
         """
+        until = time.monotonic() + timeout_s
         deepest = max((m.boundary for m in found.matches if m.consumable), default=0)
+        reach: dict[DomainId, int] = {}  # domain -> its deepest checkpoint, the deepest first
+        for match in filter(_may_be_converted, found.matches):
+            for domain in (match.domain, *match.also_in):
+                reach.setdefault(domain, match.boundary)
+        asked = {domain: self._ask(domain, _left(until)) for domain in reach}
         added: dict[int, CheckpointMatch] = {}
         foreign: Foreign | None = None
-        domains = dict.fromkeys(m.domain for m in found.matches if _may_be_converted(m))
-        asked = {domain: self._ask(domain, timeout_s) for domain in domains}
-        for match in found.matches:
-            if not _may_be_converted(match) or match.boundary <= deepest:
-                continue
-            record, _ = asked[match.domain]
-            if record is None:
-                continue
-            foreign, added = self._lookup(
-                record, boundary_hashes, deepest, lease_s=lease_s, timeout_s=timeout_s
-            )
-            break
+        for domain, boundary in reach.items():
+            record, _ = asked[domain]
+            if record is not None and boundary > deepest and not added:
+                foreign, added = self._lookup(
+                    record, boundary_hashes, deepest, lease_s=lease_s, timeout_s=_left(until)
+                )
         matches = tuple(
             added.get(match.boundary)
             or (
@@ -90,19 +113,24 @@ class ConvertibleDomains:
         domain = record.domain_id
         try:
             result = self._store.lookup(
-                domain, boundary_hashes, above_tokens=above, lease_s=lease_s, timeout_s=timeout_s
+                domain,
+                boundary_hashes,
+                above_tokens=above,
+                lease_s=lease_s,
+                follow_up=True,
+                timeout_s=timeout_s,
             )
         except StoreError as error:
             logger.debug("backhaul: lookup in domain %s failed: %s", domain, error)
             return None, {}
-        if result.lease is None:
+        if result.lease is None and lease_s:
             return None, {}
         usable = {
             one.boundary: msgspec.structs.replace(one, domain=domain)
             for one in result.matches
             if one.consumable
         }
-        return Foreign(record, result.lease), usable
+        return Foreign(record, result.lease) if result.lease else None, usable
 
     def _ask(self, domain: DomainId, timeout_s: float) -> tuple[DomainRecord | None, str]:
         """The domain's record if its bytes can be converted here, and else what differs."""
@@ -142,11 +170,16 @@ def largest_sources(ours: DomainRecord, theirs: DomainRecord) -> int:
     ranks, sources = ours.tensor_parallel, theirs.tensor_parallel
     return max(
         len({run.source for run in conversion(group.page, sources, ranks, rank)})
-        * group.layers
+        * most_layers(ours, theirs, group.index)
         * page_bytes(group.page, sources)
         for group in ours.layout.groups
         for rank in range(ranks)
     )
+
+
+def _left(until: float) -> float:
+    """Seconds; at least a millisecond, so that a call that is late fails by its own deadline."""
+    return max(until - time.monotonic(), 0.001)
 
 
 def _may_be_converted(match: CheckpointMatch) -> bool:

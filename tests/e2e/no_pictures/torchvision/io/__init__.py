@@ -1,0 +1,3 @@
+"""See the package."""
+
+ImageReadMode = decode_image = None

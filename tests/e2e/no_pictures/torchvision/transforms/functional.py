@@ -1,0 +1,3 @@
+"""See the package."""
+
+pil_to_tensor = None
