@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 
 from backhaul.deploy.processes import Progress, Service, free_port
+from backhaul.protocols.options import WorkerKind
 from backhaul.transfer.daemon.settings import Address
 
 ANY_PORT = Address("127.0.0.1", 0)
@@ -192,16 +193,19 @@ def backhaul_config(store: str, role: str = "kv_both", **options: object) -> dic
     }
 
 
+NIXL_ROLES = {WorkerKind.PREFILL: "kv_producer", WorkerKind.DECODE: "kv_consumer"}
+"""As NixlConnector wants them; Backhaul reads the worker's kind from them."""
+
+
 def pair_config(
-    store: str | None, role: str = "kv_both", *, buffer_device: str = "cpu", **options: object
+    store: str | None, kind: WorkerKind, *, buffer_device: str = "cpu", **options: object
 ) -> dict[str, object]:
     """``--kv-transfer-config`` of one engine of a P/D pair: NIXL hands prefill -> decode over;
     with a store, Backhaul carries decode -> prefill."""
-    children: list[dict[str, object]] = [
-        {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": buffer_device}
-    ]
+    nixl = {"kv_role": NIXL_ROLES.get(kind, "kv_both"), "kv_buffer_device": buffer_device}
+    children: list[dict[str, object]] = [{"kv_connector": "NixlConnector", **nixl}]
     if store is not None:
-        child = backhaul_config(store, role, **options)
+        child = backhaul_config(store, "kv_both", **options)
         # MultiConnector resolves metrics by registered name: the plugin registers ours.
         del child["kv_connector_module_path"]
         children.append(child)

@@ -18,6 +18,7 @@ import httpx
 
 from backhaul.deploy.engines import Engine, EngineSpec, StoreDaemon, pair_config
 from backhaul.deploy.processes import Cluster, Progress, Service
+from backhaul.protocols.options import WorkerKind
 
 REQUEST_TIMEOUT_S = 300.0
 
@@ -203,7 +204,7 @@ class Pair:
                     model=self.model,
                     cores=cores,
                     kv_transfer_config=pair_config(
-                        store, **({"worker_kind": name} | dict(self.options) if store else {})
+                        store, WorkerKind(name), **(self.options if store else {})
                     ),
                     args=self.engine_args,
                     env=self.engine_env,

@@ -183,8 +183,8 @@ def make_services(plan: UpPlan) -> Services:
     uri = store.uri if store else None
 
     def config(kind: WorkerKind) -> dict[str, object]:
-        options = {"worker_kind": kind, **plan.connector_options} if uri else {}
-        return pair_config(uri, buffer_device=device, **options)
+        options = plan.connector_options if uri else {}
+        return pair_config(uri, kind, buffer_device=device, **options)
 
     cores = list(plan.cores) or _one_core_each(plan.engines)
     engines = [

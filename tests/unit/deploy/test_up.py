@@ -221,6 +221,16 @@ def test_an_engine_that_does_not_start_is_named(tmp_path: Path, ups: list[Up]) -
     assert "Traceback" not in up.text()
 
 
+@pytest.mark.parametrize("with_backhaul", [True, False])
+def test_nixl_is_told_what_each_engine_serves(tmp_path: Path, with_backhaul: bool) -> None:
+    services = make_services(plan(tmp_path, decode=2, with_backhaul=with_backhaul))
+    roles = [
+        engine.spec.kv_transfer_config["kv_connector_extra_config"]["connectors"][0]["kv_role"]  # type: ignore[index]
+        for engine in (*services.prefill, *services.decode)
+    ]
+    assert roles == ["kv_producer", "kv_consumer", "kv_consumer"]
+
+
 def test_options_of_the_connector_reach_every_engine(tmp_path: Path) -> None:
     services = make_services(plan(tmp_path, connector_options={"policy": "auto"}))
     for engine in (*services.prefill, *services.decode):
