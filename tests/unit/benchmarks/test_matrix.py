@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from backhaul.benchmarks.reuse import run as real_run
 from backhaul.benchmarks.reuse.contents import Contents
 from backhaul.benchmarks.reuse.matrix import (
     Matrix,
@@ -22,6 +23,7 @@ from backhaul.benchmarks.reuse.matrix import (
 )
 from backhaul.benchmarks.reuse.real import arm_result, store_settings
 from backhaul.benchmarks.reuse.record import (
+    NO_POLICY,
     Arm,
     ArmResult,
     Budget,
@@ -33,11 +35,12 @@ from backhaul.benchmarks.reuse.record import (
 from backhaul.benchmarks.reuse.run import Settings, keep_to_settings, results_file, run_arms
 from backhaul.benchmarks.reuse.trace import Span, Turn
 from backhaul.benchmarks.reuse.waves import waves
-from backhaul.benchmarks.reuse.workloads import Sizes, workload
-from backhaul.deploy.bench_command import parse_budget
+from backhaul.benchmarks.reuse.workloads import WORKLOADS, Sizes, workload
+from backhaul.deploy.bench_command import POLICIES, parse_budget
 from backhaul.deploy.console import Console
 from backhaul.protocols.checkpoint import CheckpointKind
 from backhaul.protocols.errors import ConfigError
+from backhaul.protocols.options import Options, Policy
 
 MATRIX = Matrix(
     policies=("none", "main_sparse", "both"),
@@ -168,6 +171,37 @@ def test_a_run_that_was_cut_off_goes_on_and_ends_with_every_arm_once(tmp_path: P
         assert asked == [one.request for one in turns], "arms of one repeat replay the same turns"
 
 
+def test_publications_of_real_arms_come_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else an admission budget would weigh the first streamed block and let in the rest unasked."""
+    given: list[Options] = []
+
+    def pair(*_: object, options: dict[str, object], **__: object) -> None:
+        given.append(msgspec.convert({"store": "x", **options}, Options))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(real_run, "Pair", pair)
+    monkeypatch.setattr(real_run, "build_tiny_model", lambda path: path)
+    with pytest.raises(KeyboardInterrupt):
+        real_run.run_matrix(
+            Console(file=io.StringIO()),
+            MATRIX,
+            Sizes(),
+            directory=tmp_path / "results",
+            cache_dir=tmp_path,
+            concurrency=2,
+        )
+    assert [options.stream_ahead for options in given] == [False]
+
+
+def test_every_policy_is_compared_unless_some_are_named() -> None:
+    assert set(POLICIES) == {NO_POLICY, *Policy}
+    for name in WORKLOADS:
+        turns = workload(name, Sizes(conversations=1, turns=2))
+        assert all(one.boundaries for one in turns), "positions for `boundaries` to keep"
+
+
 def test_a_directory_that_cannot_be_used_is_one_line(tmp_path: Path) -> None:
     taken = tmp_path / "file"
     taken.write_text("")
@@ -228,8 +262,13 @@ def test_an_arm_s_line_is_the_books_of_store_and_engines() -> None:
     books = {
         "backhaul:store_logical_ends_total{kind=decode_end}": 5.0,
         "backhaul:store_duplicate_ends_total{kind=decode_end}": 2.0,
-        "backhaul:checkpoints_published_total{kind=decode_end}": 3.0,
-        "backhaul:published_state_bytes_total{kind=decode_end}": 300.0,
+        # Engines published a checkpoint for both of its ends, and another one twice.
+        "backhaul:checkpoints_published_total{kind=decode_end}": 4.0,
+        "backhaul:checkpoints_published_total{kind=input_end}": 1.0,
+        "backhaul:published_state_bytes_total{kind=decode_end}": 400.0,
+        "backhaul:published_state_bytes_total{kind=input_end}": 100.0,
+        "backhaul:store_retained_checkpoints{kind=decode_end}": 2.0,
+        "backhaul:store_retained_state_bytes{kind=decode_end}": 200.0,
         "backhaul:store_evicted_checkpoints_total{kind=decode_end}": 1.0,
         "backhaul:store_evicted_state_bytes_total{kind=decode_end}": 100.0,
         "backhaul:store_evictions_total{reason=capacity}": 2.0,
