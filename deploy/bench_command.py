@@ -84,7 +84,7 @@ def bench(
     concurrency: Annotated[
         int, typer.Option(min=1, max=256, help="Requests under way at once, at most.")
     ] = 2,
-    seed: Annotated[int, typer.Option(help="Draws contents and the order of the arms.")] = 0,
+    seed: Annotated[int, typer.Option(help="Draws the turns and the order of the arms.")] = 0,
     cache_dir: Annotated[
         Path | None,
         typer.Option(

@@ -261,7 +261,7 @@ def store_settings(arm: Arm) -> dict[str, Any]:
     if arm.budget is Budget.ADMITTED:
         args += [
             "--admission=budget",
-            f"--admit-per-token={max(arm.budget_bytes // 1000, 1)}",
+            f"--admit-per-token={arm.budget_bytes // 1000}.{arm.budget_bytes % 1000:03}",
             f"--admit-burst={arm.budget_bytes * BURST_KILOTOKENS}",
         ]
     return {"capacity": capacity, "args": args}

@@ -33,6 +33,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     sizes: Sizes
     concurrency: int
+    seed: int = 0
 
 
 def run_matrix(
@@ -50,7 +51,8 @@ def run_matrix(
     the store fails; what was finished by then is kept.
     """
     path = results_file(directory)
-    keep_to_settings(directory, Settings(sizes=sizes, concurrency=concurrency))
+    settings = Settings(sizes=sizes, concurrency=concurrency, seed=matrix.seed)
+    keep_to_settings(directory, settings)
     earlier = finished_only(list(read_results(path))) if path.exists() else []
     arms = left_to_do(planned(matrix), earlier)
     console.print(f"{len(arms)} arms to run, {len(planned(matrix)) - len(arms)} done; {path}")
@@ -65,15 +67,24 @@ def run_matrix(
         )
         with pair, pair.naming_failures():
             real = RealArms(pair, preset(MODEL), concurrency=concurrency)
-            run_arms(console, arms, sizes, path, real.run)
+            run_arms(console, arms, sizes, path, real.run, seed=matrix.seed)
     with writing("DIRECTORY", directory):
         reports = write_report(build_report(read_results(path)), directory)
     for report in reports:
         console.print(f"wrote {report}")
 
 
-def run_arms(console: Console, arms: Sequence[Arm], sizes: Sizes, path: Path, run: RunArm) -> None:
-    """Run the arms and append each one's lines once it is finished."""
+def run_arms(
+    console: Console,
+    arms: Sequence[Arm],
+    sizes: Sizes,
+    path: Path,
+    run: RunArm,
+    *,
+    seed: int = 0,
+) -> None:
+    """Run the arms and append each one's lines once it is finished. Arms of one repeat replay the
+    same turns, drawn from ``seed`` plus its number."""
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(),
@@ -87,7 +98,7 @@ def run_arms(console: Console, arms: Sequence[Arm], sizes: Sizes, path: Path, ru
             progress.update(task, description=title)
             if not console.is_terminal:
                 console.print(f"{number}/{len(arms)} {title}, repeat {arm.repeat}")
-            turns = workload(arm.workload, sizes, seed=arm.repeat)
+            turns = workload(arm.workload, sizes, seed=seed + arm.repeat)
             results = run(arm, turns)
             with path.open("ab") as file:
                 write_results(results, file)
@@ -129,4 +140,5 @@ def keep_to_settings(directory: Path, settings: Settings) -> None:
 
 
 def _flat(settings: Settings) -> dict[str, object]:
-    return {**msgspec.structs.asdict(settings.sizes), "concurrency": settings.concurrency}
+    others = {name: getattr(settings, name) for name in ("concurrency", "seed")}
+    return {**msgspec.structs.asdict(settings.sizes), **others}

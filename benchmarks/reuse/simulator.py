@@ -287,7 +287,7 @@ class Simulator:
         where running requests leave no room for it yet."""
         if self.store is not None and self.clock.now >= job.answered_at + self._options.lease_s:
             self.store.release(job.answer.lease)  # waited too long: the lease has run out
-            job.answer = self.store.lookup_now(job.hashes[: (job.tokens - 1) // self._shape.grid])
+            job.answer = self.store.lookup_again(job.hashes[: (job.tokens - 1) // self._shape.grid])
             job.answered_at = self.clock.now
         hit = self._local_hit(job)
         usable = {m.boundary: m for m in job.answer.matches if m.consumable}

@@ -236,6 +236,22 @@ def test_prefills_lookups_are_traffic_to_admission(monkeypatch: pytest.MonkeyPat
     assert sorted(credited) == sorted(expected), "without the token handed over and the last one"
 
 
+def test_a_request_whose_lease_ran_out_in_the_queue_is_no_further_traffic(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    credited: list[int] = []
+    monkeypatch.setattr(AdmitAll, "credit", lambda _, tokens: credited.append(tokens))
+    trace = [
+        Turn(request=f"r{i}", prompt=(Span(f"p{i}", 0, 10 * B),), output=(Span(f"o{i}", 0, 5),))
+        for i in range(4)
+    ]
+    slow = msgspec.structs.replace(ALONE, step_s=60.0)
+    _, _, simulator = run(trace, deployment=slow)
+    assert simulator.store is not None
+    assert simulator.store.index.counters["lookups"] > len(trace), "nobody waited too long"
+    assert credited == [9 * B] * len(trace)
+
+
 def test_boundaries_find_what_was_supplied_and_what_the_parser_keeps() -> None:
     """A loop's message outlives it, a kept reply comes back, dropped control text does not."""
     tool_loop = workload("tool_loop", SMALL)
