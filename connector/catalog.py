@@ -208,7 +208,7 @@ class Catalog:
         except Exception as error:
             _log(error)
 
-    def _lookup(self, boundary_hashes: list[bytes], repeat: bool) -> Answer:
+    def _lookup(self, boundary_hashes: list[bytes], repeat: bool = False) -> Answer:
         options = self._options
         try:
             if not self._domain_known:
