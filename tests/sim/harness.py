@@ -108,23 +108,25 @@ MIXED = (FULL, STATE, WINDOW)
 _check_surface_once = cache(connector_module.require_vllm_surface)
 
 
+MODEL_CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "vocab_size": 1024,
+    "max_position_embeddings": 4096,
+    "torch_dtype": "bfloat16",
+}
+
+
 @cache
 def _model_directory() -> str:
     # The scheduler asks a model for little more than its length; groups are made by hand.
     folder = Path(tempfile.mkdtemp(prefix="sim-model-"))
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 1,
-        "num_key_value_heads": 1,
-        "vocab_size": 1024,
-        "max_position_embeddings": 4096,
-        "torch_dtype": "bfloat16",
-    }
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(MODEL_CONFIG))
     return str(folder)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from harness import BLOCK, HYBRID, Group, Pair, new_uri
+from harness import BLOCK, HYBRID, MODEL_CONFIG, Group, Pair, new_uri
 from sim_kit import daemon
 
 from backhaul.benchmarks.reuse.contents import Contents
@@ -21,10 +21,10 @@ from backhaul.benchmarks.reuse.turn_hints import hints_of
 from backhaul.benchmarks.reuse.workloads import WORKLOADS, Sizes, workload
 from backhaul.protocols.checkpoint import CheckpointKind
 from backhaul.protocols.policy import Policy
-from backhaul.protocols.work import FULL, ModelWork
+from backhaul.protocols.work import FULL, ModelWork, model_work
 from backhaul.transfer.base import CheckpointInfo, StoreStats
 from backhaul.transfer.registry import open_store
-from backhaul.transfer.strategies import DEFAULT, Admission, Strategies
+from backhaul.transfer.strategies import DEFAULT, Admission, Eviction, Strategies
 
 SHAPE = ModelShape(
     name="sim",
@@ -150,11 +150,14 @@ STATE_BYTES = LAYERS * (3 * 8 * 2 + 2 * 4 * 4 * 4)
 """What of a state's page is no padding."""
 CAPACITY_BYTES = 1 << 20
 """The smallest daemon: 64 objects."""
+WORK = model_work(MODEL_CONFIG)
+"""What the engines' publications say."""
+assert WORK is not None
 PRESSED = ModelShape(
     name="pressed",
     kv_bytes=OBJECT_BYTES // BLOCK,
     state_bytes=STATE_BYTES,
-    prefill=ModelWork(2000, ((FULL, 1),)),
+    prefill=WORK,
     grid=BLOCK,
     state_pages=1,
 )
@@ -226,6 +229,19 @@ def test_the_same_is_evicted_at_equal_capacity(name: str, policy: Policy) -> Non
     trace = interleaved(name)
     stats, _ = pressed(trace, policy, DEFAULT, f"--capacity={CAPACITY_BYTES}")
     assert stats.capacity_bytes == CAPACITY_BYTES >= stats.used_bytes
+    assert stats.counters["evictions_capacity"] > 0, "no pressure"
+
+
+def test_the_same_is_evicted_by_saved_work() -> None:
+    """Uses lie in other times here and there, so that work alone must tell what goes first."""
+    alpha = 1e6
+    stats, _ = pressed(
+        interleaved("tool_loop"),
+        Policy.BOTH,
+        Strategies(eviction=Eviction.MARCONI, marconi_alpha=alpha),
+        f"--capacity={CAPACITY_BYTES}",
+        f"--marconi-alpha={alpha}",
+    )
     assert stats.counters["evictions_capacity"] > 0, "no pressure"
 
 
