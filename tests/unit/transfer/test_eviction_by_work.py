@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from index_kit import ATTENTION_BYTES, GRID, STATE_BYTES, Driver, chain
 
@@ -220,6 +220,7 @@ def test_a_use_shows_who_extends_whom(
 
 @pytest.mark.parametrize("strategy", BY_WORK)
 @given(LATE, st.lists(BRANCHES, min_size=1, max_size=4))
+@example([("ab", False, 0), ("abcd", False, 0), ("a", True, 0)], ["ab"])
 def test_columns_follow_who_extends_whom(
     strategy: EvictionStrategy, publications: list[tuple[str, bool, int]], uses: list[str]
 ) -> None:
@@ -233,6 +234,7 @@ def test_columns_follow_who_extends_whom(
         list(table.queue.candidates(driver.now, ()))  # brings the columns up to date
         driver.now += 1
         driver.lookup(tokens, lease_s=0)
+        driver.now += 5
         ordered = list(table.queue.candidates(driver.now, ()))
         assert ordered == list(strategy.order(list(table.visible), driver.now))
 
