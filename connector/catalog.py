@@ -96,13 +96,15 @@ class Catalog:
         with self._lock:
             return len(self._leases)
 
-    def start(self, request_id: str, boundary_hashes: Sequence[bytes]) -> None:
-        """Begin a lookup unless one is under way for this request."""
+    def start(
+        self, request_id: str, boundary_hashes: Sequence[bytes], *, repeat: bool = False
+    ) -> None:
+        """Begin a lookup unless one is under way for this request. ``repeat``: not its first."""
         if request_id in self._pending:
             return
         budget = self._options.lookup_timeout_s + self._options.publication_wait_s
         self._pending[request_id] = pending = _Pending(self._clock() + budget)
-        pending.future = self._threads.submit(self._lookup, list(boundary_hashes), pending)
+        pending.future = self._threads.submit(self._lookup, list(boundary_hashes), pending, repeat)
 
     def poll(self, request_id: str) -> Answer | None:
         """The answer, or None while there is still time to wait for it.
@@ -217,7 +219,7 @@ class Catalog:
         except Exception as error:
             _log(error)
 
-    def _lookup(self, boundary_hashes: list[bytes], pending: _Pending) -> Answer:
+    def _lookup(self, boundary_hashes: list[bytes], pending: _Pending, repeat: bool) -> Answer:
         options = self._options
         try:
             if not self._domain_known:
@@ -229,6 +231,7 @@ class Catalog:
                 boundary_hashes,
                 lease_s=options.lease_s,
                 wait_s=options.publication_wait_s,
+                repeat=repeat,
                 timeout_s=options.lookup_timeout_s + options.publication_wait_s,
             )
         except StoreError as error:

@@ -87,7 +87,8 @@ class Consumer:
         step = self._grid // self._layout.hash_tokens
         hashes = [bytes(request.block_hashes[(i + 1) * step - 1]) for i in range(count)]
         if hashes:
-            self._catalog.start(tracked.request_id, hashes)
+            self._catalog.start(tracked.request_id, hashes, repeat=tracked.asked)
+            tracked.asked = True
 
     def offer(self, tracked: TrackedRequest, local_tokens: int) -> Offer:
         """What to offer on top of a local hit."""

@@ -105,6 +105,7 @@ class TrackedRequest:
     loading: Load | None = None
     loaded: Load | None = None
     miss: Reason | None = None
+    asked: bool = False
     local_tokens: int = 0
     publication: PublicationId | None = None
     streamed: int = 0

@@ -371,13 +371,15 @@ class Store(abc.ABC):
         lease_s: float = 0.0,
         wait_s: float = 0.0,
         follow_up: bool = False,
+        repeat: bool = False,
         timeout_s: float,
     ) -> LookupResult:
         """Checkpoints of the prefix. Entry i of ``boundary_hashes`` ends at boundary (i + 1) * B.
 
         ``wait_s`` bounds how long the store may hold the answer back for an announced checkpoint
         deeper than what is visible. ``follow_up``: the same was asked of one's own domain, which
-        counted the lookup and had nothing consumable above ``above_tokens``."""
+        counted the lookup and had nothing consumable above ``above_tokens``. ``repeat``: the same
+        request asked before and was counted as traffic."""
 
     @abc.abstractmethod
     def renew(self, lease: LeaseId, lease_s: float, *, timeout_s: float) -> None:

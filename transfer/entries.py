@@ -96,8 +96,9 @@ class Checkpoint:
         hits: lookups that found it consumable.
         leases: valid leases on it; while there are any it is not evicted.
         state_bytes, attention_bytes: of all parts so far.
-        parent: the deepest visible checkpoint that this one was seen to extend.
-        children: visible checkpoints whose parent this is, in the order of their arrival.
+        parent: the deepest visible checkpoint that this one was seen to extend. One that came later
+            is noticed at the next use of this one.
+        children: visible checkpoints whose parent this is, in the order in which that was noticed.
         user_turn: the U_end of a user's message.
     """
 

@@ -404,6 +404,7 @@ class BlockIndex:
         now: float,
         *,
         follow_up: bool = False,
+        repeat: bool = False,
     ) -> LookupAnswer:
         """Checkpoints of the prefix above ``above_tokens``: up to ``MATCHES_MAX`` consumable ones,
         under one lease, as many of which something is known that makes them unusable, a few that
@@ -411,7 +412,8 @@ class BlockIndex:
         boundary.
 
         ``follow_up``: another domain was asked first and counted the lookup, of which only the hit
-        counts here, where ``above_tokens`` 0 says that there was none."""
+        counts here, where ``above_tokens`` 0 says that there was none. ``repeat``: the same request
+        asked before, so that it is a lookup and no further traffic."""
         now = self.expire(now)
         domain = self._domain(domain_id, now)
         check_hashes(boundary_hashes)
@@ -420,11 +422,11 @@ class BlockIndex:
             self.leases.check_room()
         if not follow_up:
             self.counters["lookups"] += 1
-            self.admission.credit(len(boundary_hashes) * domain.boundary_tokens)
+            if not repeat:
+                self.admission.credit(len(boundary_hashes) * domain.boundary_tokens)
         found = self._find(domain, boundary_hashes, above_tokens, now)
         usable = found.usable
-        for checkpoint in found.used:
-            self.checkpoints.touch(checkpoint, now)
+        self.checkpoints.use(found.used, now)
         self._count_hit(usable, counted=follow_up and above_tokens > 0)
         if not follow_up:
             self._count_candidates(found.matches)

@@ -329,6 +329,7 @@ class EmbeddedStore(Store):
         lease_s: float = 0.0,
         wait_s: float = 0.0,
         follow_up: bool = False,
+        repeat: bool = False,
         timeout_s: float,
     ) -> LookupResult:
         """See ``Store``."""
@@ -339,6 +340,7 @@ class EmbeddedStore(Store):
             lease_s=lease_s,
             wait_s=min(wait_s, timeout_s * WAIT_SHARE_MAX),
             follow_up=follow_up,
+            repeat=repeat,
         )
         reply = self._keeper.call("Lookup", request, time.monotonic() + timeout_s, domain)
         return wire.lookup_result(reply)

@@ -222,6 +222,7 @@ class InProcessStore(Store):
         lease_s: float = 0.0,
         wait_s: float = 0.0,
         follow_up: bool = False,
+        repeat: bool = False,
         timeout_s: float,
     ) -> LookupResult:
         """See ``Store``."""
@@ -235,7 +236,13 @@ class InProcessStore(Store):
                 self._lock.wait(min(deadline, awaited.until) - now)
                 now = time.monotonic()
             answer = self._index.lookup(
-                domain, boundary_hashes, above_tokens, lease_s, now, follow_up=follow_up
+                domain,
+                boundary_hashes,
+                above_tokens,
+                lease_s,
+                now,
+                follow_up=follow_up,
+                repeat=repeat,
             )
         return LookupResult(
             matches=answer.matches,

@@ -207,6 +207,7 @@ class Catalog(store_pb2_grpc.CatalogServicer):
             request.lease_s,
             self._clock(),
             follow_up=request.follow_up,
+            repeat=request.repeat,
         )
         if (lease := answer.lease) is None:
             return _lookup_reply(answer, waited_s)

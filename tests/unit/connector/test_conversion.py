@@ -524,6 +524,22 @@ def test_a_lookup_that_goes_on_in_another_domain_counts_once(
     assert credited == [3 * TOKENS]
 
 
+@pytest.mark.parametrize("published", [Size(2)], indirect=True)
+def test_a_request_that_asks_again_is_counted_as_traffic_once(
+    pool: InProcessPool, published: Size, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    credited: list[int] = []
+    monkeypatch.setattr(pool.index.admission, "credit", credited.append)
+    catalog = Catalog(InProcessStore(pool), record(2), Options(store="inprocess://"))
+    for repeat in (False, True):
+        catalog.start("r", list(HASHES), repeat=repeat)
+        while catalog.poll("r") is None:
+            pass
+        catalog.drop("r")
+    catalog.close()
+    assert len(credited) == 1
+
+
 def test_loads_that_need_no_conversion_do_not_wait_for_those_that_do(
     pool: InProcessPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -81,6 +81,7 @@ class FakeCatalog(store_pb2_grpc.CatalogServicer):  # type: ignore[misc]
         self._enter("Lookup", context)
         self._know(request.domain_id, context)
         self.wait_s = request.wait_s
+        self.repeat = request.repeat
         match = store_pb2.Match(boundary=16, kinds=["decode_end", "of_tomorrow"], reason="new")
         return store_pb2.LookupReply(matches=[match])
 
@@ -291,6 +292,14 @@ class TestSession:
         (match,) = answer.matches  # values of a newer daemon do no harm
         assert [kind.value for kind in match.kinds] == ["decode_end"]
         assert match.reason == "internal"
+
+    @pytest.mark.parametrize("repeat", [False, True])
+    def test_a_lookup_says_whether_its_request_asked_before(
+        self, store: EmbeddedStore, catalog: FakeCatalog, repeat: bool
+    ) -> None:
+        store.open_domain(RECORD, timeout_s=5)
+        store.lookup(RECORD.domain_id, [b"h"], repeat=repeat, timeout_s=5)
+        assert catalog.repeat is repeat
 
     def test_empty_requests_are_not_sent(self, store: EmbeddedStore, catalog: FakeCatalog) -> None:
         store.release([], timeout_s=5)
