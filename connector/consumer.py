@@ -123,7 +123,7 @@ class Consumer:
         )
         if tracked.reuse is None:
             tracked.reuse = reuse_of(found.matches)
-        usable = {m.boundary: m for m in found.matches if m.consumable}
+        usable = {m.boundary: m for m in found.matches if m.consumable and m.leased}
         boundary = deepest_usable(
             usable,
             local_tokens=local_tokens + self._options.min_load_tokens - 1,

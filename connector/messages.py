@@ -83,11 +83,17 @@ class JobReport(NamedTuple):
 
 @dataclass
 class WorkerReport(KVConnectorWorkerMetadata):
-    """Worker half to scheduler half: the reports of every rank, in no particular order."""
+    """Worker half to scheduler half: the reports of every rank, in no particular order.
+
+    ``cannot_convert``: some rank's pages are not those that the domain describes. Said once.
+    """
 
     reports: list[JobReport] = field(default_factory=list)
+    cannot_convert: bool = False
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """Reports of both."""
         assert isinstance(other, WorkerReport)
-        return WorkerReport(self.reports + other.reports)
+        return WorkerReport(
+            self.reports + other.reports, self.cannot_convert or other.cannot_convert
+        )

@@ -196,6 +196,11 @@ class Presence:
             self._member = self._member._replace(decodes_only=decodes_only)
             self._wake.set()
 
+    def stop_converting(self) -> None:
+        """This engine turned out to be unable to convert: others need not count on it."""
+        self._member = self._member._replace(converts=False)
+        self._wake.set()
+
     def missed(self) -> None:
         """A decode end had no path: ask again soon."""
         self._missed = True

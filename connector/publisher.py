@@ -147,6 +147,9 @@ class Publisher:
         reached = {start, end // self._grid * self._grid}
         if not recurrent:
             reached |= tracked.ends.within(start, end)
+            if not self._is_prefill(request):  # drafts may be accepted up to any of them
+                first = (start // self._grid + 1) * self._grid
+                reached.update(range(first, end + 1, self._grid))
         for boundary in sorted(reached):
             if boundary % self._grid or boundary < max(start, 1):
                 continue

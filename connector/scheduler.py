@@ -254,6 +254,9 @@ class SchedulerHalf:
         """Workers reported: settle jobs, and repair requests whose load failed."""
         report = output.kv_connector_worker_meta
         if isinstance(report, WorkerReport):
+            if report.cannot_convert:
+                self._catalog.stop_converting()
+                self._presence.stop_converting()
             for entry in report.reports:
                 job, finished, settled = self._book.apply(entry)
                 if job is None:

@@ -621,7 +621,7 @@ class BlockIndex:
         self, matches: Sequence[CheckpointMatch], domain_id: DomainId, now: float
     ) -> None:
         for match in matches:
-            if match.reason is not None:
+            if match.reason is not None and not match.convertible:
                 self.checkpoints.recent.note(
                     now, "not consumable", match.reason, domain_id, match.boundary, match.kinds
                 )
@@ -639,8 +639,9 @@ class BlockIndex:
         for match in matches:
             self.counters[f"candidates_{Tag.RETAINED}"] += match.retained
             self.counters[f"candidates_{Tag.HASH_MATCHED}"] += match.hash_matched
-            self.counters[f"candidates_{Tag.CONSUMABLE}"] += match.consumable
-            if match.reason is not None:
+            usable = match.consumable or match.convertible
+            self.counters[f"candidates_{Tag.CONSUMABLE}"] += usable
+            if match.reason is not None and not usable:
                 self.counters[f"unconsumable_{match.reason}"] += 1
 
     def _gauges(self) -> dict[str, int]:

@@ -893,7 +893,7 @@ class SimEngine:
         self.drain()
         return self.finished[name]
 
-    def drain(self, seconds: float = 20.0) -> None:
+    def drain(self, seconds: float = 60.0) -> None:
         """Step until the engine core would sleep."""
         deadline = time.monotonic() + seconds
         while self.step():

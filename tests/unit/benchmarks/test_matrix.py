@@ -35,7 +35,7 @@ from backhaul.benchmarks.reuse.record import (
 from backhaul.benchmarks.reuse.run import Settings, keep_to_settings, results_file, run_arms
 from backhaul.benchmarks.reuse.trace import Span, Turn
 from backhaul.benchmarks.reuse.waves import waves
-from backhaul.benchmarks.reuse.workloads import WORKLOADS, Sizes, workload
+from backhaul.benchmarks.reuse.workloads import Sizes, workload
 from backhaul.deploy.bench_command import POLICIES, parse_budget
 from backhaul.deploy.console import Console
 from backhaul.protocols.checkpoint import CheckpointKind
@@ -217,9 +217,6 @@ def test_publications_of_real_arms_come_whole(
 
 def test_every_policy_is_compared_unless_some_are_named() -> None:
     assert set(POLICIES) == {NO_POLICY, *Policy}
-    for name in WORKLOADS:
-        turns = workload(name, Sizes(conversations=1, turns=2))
-        assert any(one.boundaries for one in turns), "positions for `boundaries` to keep"
 
 
 def test_a_directory_that_cannot_be_used_is_one_line(tmp_path: Path) -> None:
