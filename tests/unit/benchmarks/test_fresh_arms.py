@@ -93,7 +93,7 @@ class FakeChannel:
         self.up = True
         self.called: list[str] = []
 
-    def call(self, method: str, request: Any, timeout_s: float) -> Any:
+    def call(self, method: str, request: Any, timeout_s: float, **_: Any) -> Any:
         if not self.up:
             raise StoreUnavailable("connection refused")
         self.called.append(method)
