@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from jinja2 import nodes
 
-from backhaul.render.moving import NO_MOVING_TEXT, MovingText, find_moving
+from backhaul.render.moving import NO_MOVING_TEXT, MovingText, find_moving, settings_in
 from backhaul.render.syntax import (
     Branch,
     Finding,
@@ -53,13 +53,14 @@ class Guards(NamedTuple):
 
 
 def analyse(tree: nodes.Template) -> Guards:
-    """Examine a parsed template. Reads the tree only."""
+    """Examine a parsed template. Changes nothing in the tree but constants, which are folded."""
     return _Analysis(tree).run()
 
 
 class _Analysis:
     def __init__(self, tree: nodes.Template) -> None:
         self.tree = tree
+        self.settings = settings_in(tree)
         self.aliases = _aliases(tree)
         self.flags = {FLAG, *self.aliases}
         self.guards = Guards([], [], [], [], NO_MOVING_TEXT)
@@ -84,7 +85,7 @@ class _Analysis:
         for use in self._reads_of_tainted():
             self._refuse(use, f"{read(use)} is set where the flag decides and used outside")
         self._clocks()
-        moving = find_moving(self.tree, self.flags, self.exclusive)
+        moving = find_moving(self.tree, self.settings - self.flags, self.exclusive)
         unique = list(dict.fromkeys(self.guards.refusals))
         return self.guards._replace(refusals=sorted(unique), moving=moving)
 

@@ -89,7 +89,7 @@ def lint(name: str, source: str) -> Report:
         guards=sorted(marks, key=lambda remark: remark.line),
         refusals=_once(guards.refusals),
         moving=sorted(
-            (_moving(place) for place in (*guards.moving.branches, *guards.moving.inline)),
+            [*map(_moving, guards.moving.branches), *map(_moving, guards.moving.inline)],
             key=lambda remark: remark.line,
         ),
         maybe_moving=_once(guards.moving.remarks),

@@ -52,16 +52,16 @@ _BLOCKS = (
 )
 
 
-def find_moving(tree: nodes.Template, flags: set[str], exclusive: set[int]) -> MovingText:
+def find_moving(tree: nodes.Template, settings: set[str], exclusive: set[int]) -> MovingText:
     """Examine a parsed template; reads it only.
 
     Args:
-        flags: names that say whether a reply is to be generated.
+        settings: names that the request decides on, but not whether a reply is to be generated.
         exclusive: ids of nodes that run only with the flag, or only without.
     """
     found = MovingText([], [], [], [])
     _Messages(tree, exclusive, found).search(tree.body, _Place())
-    _Tail(tree, flags, exclusive, found).search(tree.body)
+    _Tail(tree, settings, exclusive, found).search(tree.body)
     return found
 
 
@@ -172,7 +172,7 @@ class _Arm(NamedTuple):
         where: the place around it.
     """
 
-    test: nodes.Expr | None
+    test: nodes.Node | None
     reached: bool
     only_last: bool
     where: _Place
@@ -194,7 +194,7 @@ _WORLDS = (None, True, False)
 """What ``loop.last`` is in the world of an evaluation; None: unknown."""
 
 
-def _arms(tests: Sequence[nodes.Expr], where: _Place) -> Iterator[_Arm]:
+def _arms(tests: Sequence[nodes.Node], where: _Place) -> Iterator[_Arm]:
     """The outcomes of tests that are asked in turn, and the one in which none holds."""
     before: dict[bool | None, bool | None] = dict.fromkeys(_WORLDS, True)
     for test in (*tests, None):
@@ -241,9 +241,9 @@ class _Tail:
     """Text after the last message, outside every guard."""
 
     def __init__(
-        self, tree: nodes.Template, flags: set[str], exclusive: set[int], found: MovingText
+        self, tree: nodes.Template, settings: set[str], exclusive: set[int], found: MovingText
     ) -> None:
-        self._settings = _settings(tree) - flags
+        self._settings = settings
         self._exclusive = exclusive
         self._found = found
         # The loop that writes the messages; others only look for something in them.
@@ -338,8 +338,11 @@ def _loops(body: list[nodes.Node]) -> Iterator[nodes.For]:
 _GIVEN = frozenset({"messages", "bos_token", "eos_token", "raise_exception", "namespace"})
 
 
-def _settings(tree: nodes.Template) -> set[str]:
-    """Template variables that a request may set, and names assigned from them."""
+def settings_in(tree: nodes.Template) -> set[str]:
+    """Template variables that a request may set, and names assigned from them.
+
+    To be asked first: jinja2 folds constants in the tree to find them.
+    """
     found = meta.find_undeclared_variables(tree) - _GIVEN
     assigns = [(assigned(a.target), names_in(a.node)) for a in tree.find_all(nodes.Assign)]
     while more := {name for name, used in assigns if name and used & found} - found:
