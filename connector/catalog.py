@@ -6,6 +6,7 @@ runs on a thread and ``poll`` says "not yet" until it has answered or its time i
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -14,7 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-from backhaul.protocols.checkpoint import LeaseId, Reason
+from backhaul.protocols.checkpoint import LeaseId, PublicationId, Reason
 from backhaul.protocols.domain import DomainRecord
 from backhaul.protocols.errors import StoreDenied, StoreError, StoreUnavailable
 from backhaul.protocols.options import Options
@@ -23,6 +24,8 @@ from backhaul.transfer.foreign import ConvertibleDomains, Foreign
 
 logger = logging.getLogger(__name__)
 
+_MARGIN_S = 0.02
+"""Of a lookup's time, what is left to hand its answer over."""
 _SEND_TIMEOUT_S = 2.0
 """For releases, announcements and the like: nobody waits for them."""
 _REPEAT_S = 1.0
@@ -50,18 +53,21 @@ class Answer:
         return [lease for lease in (self.result.lease, foreign) if lease is not None]
 
 
-@dataclass
 class _Pending:
-    future: Future[Answer]
-    deadline: float
-    answer: Answer | None = None
+    """A lookup under way. ``own``: what it found in one's own domain, while others are asked."""
+
+    def __init__(self, deadline: float) -> None:
+        self.future: Future[Answer] = Future()
+        self.deadline = deadline
+        self.own: Answer | None = None
+        self.answer: Answer | None = None
 
 
 class Catalog:
     """Lookups and one-way messages to a store's catalog, for one engine.
 
-    All methods return at once and are called from the scheduler's thread only. ``open_leases``
-    counts leases that were granted and not given back.
+    All methods but ``end_for_good`` return at once, and all are called from the scheduler's thread
+    only. ``open_leases`` counts leases that were granted and not given back.
     """
 
     def __init__(
@@ -91,13 +97,15 @@ class Catalog:
         with self._lock:
             return len(self._leases)
 
-    def start(self, request_id: str, boundary_hashes: Sequence[bytes]) -> None:
-        """Begin a lookup unless one is under way for this request."""
+    def start(
+        self, request_id: str, boundary_hashes: Sequence[bytes], *, repeat: bool = False
+    ) -> None:
+        """Begin a lookup unless one is under way for this request. ``repeat``: not its first."""
         if request_id in self._pending:
             return
         budget = self._options.lookup_timeout_s + self._options.publication_wait_s
-        future = self._threads.submit(self._lookup, list(boundary_hashes))
-        self._pending[request_id] = _Pending(future, self._clock() + budget)
+        self._pending[request_id] = pending = _Pending(self._clock() + budget)
+        pending.future = self._threads.submit(self._lookup, list(boundary_hashes), pending, repeat)
 
     def poll(self, request_id: str) -> Answer | None:
         """The answer, or None while there is still time to wait for it.
@@ -110,9 +118,15 @@ class Catalog:
         if pending.future.done():
             pending.answer = pending.future.result()
         elif self._clock() >= pending.deadline:
-            self._abandon(pending)
-            pending.answer = Answer(LookupResult(), Reason.TIMEOUT, float("inf"))
+            # Other domains may take their time, but not what was found in one's own.
+            own = pending.own
+            self._abandon(pending, keeping=own)
+            pending.answer = own or Answer(LookupResult(), Reason.TIMEOUT, float("inf"))
         return pending.answer
+
+    def stop_converting(self) -> None:
+        """From now on use nothing of other domains."""
+        self._convertible.close()
 
     def started(self, request_id: str) -> bool:
         """Whether a lookup is under way or answered for this request."""
@@ -156,6 +170,26 @@ class Catalog:
         as a lease lasts, so that a store that stood still frees its space when it goes on."""
         until = self._clock() + self._options.lease_s
         self.send(lambda: self._give_back_each([(call, until)]))
+
+    def end_for_good(self, publications: Sequence[PublicationId]) -> None:
+        """End publications that a rank may still be writing, and wait for the store's word, a
+        moment at most; what it does not answer is repeated like any release."""
+        done = threading.Event()
+        calls: list[Callable[[], object]] = [
+            functools.partial(
+                self._store.abandon, one, still_written=True, timeout_s=_SEND_TIMEOUT_S
+            )
+            for one in publications
+        ]
+        until = self._clock() + self._options.lease_s
+
+        def end() -> None:
+            self._give_back_each([(call, until) for call in calls])
+            done.set()
+
+        if calls:
+            self.send(end)
+            done.wait(_SEND_TIMEOUT_S)
 
     def send(self, call: Callable[[], object]) -> None:
         """Run a call on a catalog thread; a store error is logged and forgotten."""
@@ -206,7 +240,7 @@ class Catalog:
         except Exception as error:
             _log(error)
 
-    def _lookup(self, boundary_hashes: list[bytes]) -> Answer:
+    def _lookup(self, boundary_hashes: list[bytes], pending: _Pending, repeat: bool) -> Answer:
         options = self._options
         try:
             if not self._domain_known:
@@ -218,6 +252,7 @@ class Catalog:
                 boundary_hashes,
                 lease_s=options.lease_s,
                 wait_s=options.publication_wait_s,
+                repeat=repeat,
                 timeout_s=options.lookup_timeout_s + options.publication_wait_s,
             )
         except StoreError as error:
@@ -228,27 +263,38 @@ class Catalog:
         except Exception:
             logger.exception("backhaul: unexpected error in a lookup")
             return Answer(LookupResult(), Reason.INTERNAL, float("inf"))
-        foreign: Foreign | None = None
+        pending.own = own = self._answer(result, None, asked)
+        left_s = pending.deadline - self._clock() - _MARGIN_S
+        if left_s <= 0:
+            return own
         try:
             result, foreign = self._convertible.extend(
-                result, boundary_hashes, lease_s=options.lease_s, timeout_s=options.lookup_timeout_s
+                result, boundary_hashes, lease_s=options.lease_s, timeout_s=left_s
             )
         except Exception:
             logger.exception("backhaul: unexpected error in a lookup of another domain")
+            return own
+        return self._answer(result, foreign, asked)
+
+    def _answer(self, result: LookupResult, foreign: Foreign | None, asked: float) -> Answer:
+        """What a store that was asked at ``asked`` found; its leases count from now on."""
         answer = Answer(result, None, float("inf"), self._clock() - asked, foreign)
         if answer.leases:
             with self._lock:
                 self._leases.update(answer.leases)
             # Half the lease is left for the load that follows.
-            answer.expires = asked + options.lease_s / 2
+            answer.expires = asked + self._options.lease_s / 2
         return answer
 
-    def _abandon(self, pending: _Pending) -> None:
-        """Release the lease of a lookup whose answer nobody waits for any more."""
+    def _abandon(self, pending: _Pending, *, keeping: Answer | None = None) -> None:
+        """Release the leases of a lookup for which nobody waits any more, but for those of the
+        answer that was taken instead."""
+        kept = keeping.leases if keeping else []
 
         def on_done(future: Future[Answer]) -> None:
             for lease in () if future.cancelled() else future.result().leases:
-                self.release(lease)
+                if lease not in kept:
+                    self.release(lease)
 
         pending.future.add_done_callback(on_done)
 

@@ -17,7 +17,7 @@ from backhaul.connector.pages import with_kernel_blocks
 from backhaul.connector.regions import kv_blocks, memory_order
 from backhaul.protocols.checkpoint import ObjectKey, Reason
 from backhaul.protocols.domain import DomainRecord
-from backhaul.protocols.layout import GroupKind
+from backhaul.protocols.layout import CacheLayout, GroupKind
 from backhaul.protocols.sharding import Bytes, Run, conversion, convert, page_bytes
 from backhaul.protocols.stages import Portion, portions
 from backhaul.transfer.base import (
@@ -28,6 +28,22 @@ from backhaul.transfer.base import (
     TransferResult,
     Unsettled,
 )
+
+
+def unlike_groups(told: CacheLayout, own: CacheLayout) -> list[int]:
+    """Groups of which the scheduler half describes other pages than this rank has, by their index.
+
+    It sees one spec for a whole group, and the first pipeline stage only; converting by what it
+    says would cut such pages in wrong places.
+    """
+    known = {group.index: group for group in own.groups}
+    return [
+        one.index
+        for one in told.groups
+        if (mine := known.get(one.index)) is None
+        or (mine.page, mine.page_bytes, mine.interior, mine.copies)
+        != (one.page, one.page_bytes, one.interior, one.copies)
+    ]
 
 
 class Converter:

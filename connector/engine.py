@@ -12,13 +12,14 @@ from backhaul.connector.fingerprints import (
     cpu_isa,
     digest,
     hash_probe,
+    length_scaling,
     model_digest,
     platform_name,
     quantization_name,
     revision_of,
     weights_fingerprint,
 )
-from backhaul.connector.pages import describe_page
+from backhaul.connector.pages import describe_page, head_counts, is_replicated
 from backhaul.protocols.domain import DomainRecord
 from backhaul.protocols.errors import UnsupportedError
 from backhaul.protocols.layout import CacheLayout, GroupKind, GroupLayout
@@ -35,7 +36,8 @@ class EngineFacts:
     Attributes:
         engine_id: vLLM's id of this engine; names the producer of checkpoints.
         num_blocks: KV blocks per rank.
-        object_bytes: group index -> bytes of one block of the group on one rank.
+        object_bytes: group index -> bytes of one block of the group on one rank; where its layers
+            differ, as if all were like the first.
         chunks: where vLLM ends a prefill chunk by itself.
         drops_block: vLLM keeps a prompt's last recurrent state one block lower, because an EAGLE
             group gives up its last matched block.
@@ -91,7 +93,13 @@ def cache_layout(vllm_config: Any, kv_cache_config: Any) -> CacheLayout:
         if getattr(parallel, name, 1) > 1:
             raise UnsupportedError(f"{name}={getattr(parallel, name)} is not supported; use 1")
     groups = tuple(
-        _group_layout(index, group, vllm_config, _kv_layout(vllm_config, kv_cache_config))
+        _group_layout(
+            index,
+            group,
+            vllm_config,
+            _kv_layout(vllm_config, kv_cache_config),
+            _parts(group, kv_cache_config),
+        )
         for index, group in enumerate(kv_cache_config.kv_cache_groups)
     )
     outside = set(range(len(groups))) - set(kv_cache_config.prefix_cacheable_group_ids)
@@ -123,7 +131,8 @@ def _block_sizes(vllm_config: Any, kv_cache_config: Any) -> tuple[int, int]:
 
 
 def _layer_specs(group: Any) -> list[Any]:
-    """One spec per layer of a group, in the layers' order."""
+    """One spec per layer of a group, in the layers' order. In the scheduler half it is the first
+    layer's for all of them: see ``_parts``."""
     from vllm.v1 import kv_cache_interface as kv
 
     spec = group.kv_cache_spec
@@ -132,13 +141,30 @@ def _layer_specs(group: Any) -> list[Any]:
     return [spec] * len(group.layer_names)
 
 
+def _parts(group: Any, kv_cache_config: Any) -> list[tuple[list[str], int]]:
+    """The layers of a group by spec, and the bytes of a page of each. vLLM gives the scheduler half
+    the first layer's spec for a whole group, but the tensors of its workers, one for each spec."""
+    names = set(group.layer_names)
+    return [
+        (list(tensor.layers), min(int(tensor.layer_stride), int(tensor.block_stride)))
+        for tensor in kv_cache_config.kv_cache_tensors
+        if names.intersection(tensor.layers)
+    ]
+
+
 def _kv_layout(vllm_config: Any, kv_cache_config: Any) -> str:
     """vLLM's name of the order of an attention page's dimensions; "" where it has not said."""
     layout = kv_cache_config.kv_cache_layout or vllm_config.cache_config.kv_cache_layout
     return str(getattr(layout, "name", layout) or "")
 
 
-def _group_layout(index: int, group: Any, vllm_config: Any, kv_layout: str) -> GroupLayout:
+def _group_layout(
+    index: int,
+    group: Any,
+    vllm_config: Any,
+    kv_layout: str,
+    parts: Sequence[tuple[list[str], int]] = (),
+) -> GroupLayout:
     from vllm.v1 import kv_cache_interface as kv
 
     layers = _layer_specs(group)
@@ -151,9 +177,7 @@ def _group_layout(index: int, group: Any, vllm_config: Any, kv_layout: str) -> G
     spec, window = layers[0], 0
     # Every tensor-parallel rank computes these in full: one latent for all heads, or a state that
     # is declared so.
-    replicated = all(
-        type(one) is kv.MLAAttentionSpec or getattr(one, "tp_replicated", False) for one in layers
-    )
+    replicated = all(map(is_replicated, layers))
     if isinstance(spec, kv.MambaSpec):
         kind = GroupKind.RECURRENT
         if spec.mamba_cache_mode != "align":
@@ -184,9 +208,9 @@ def _group_layout(index: int, group: Any, vllm_config: Any, kv_layout: str) -> G
         layers=len(layers),
         members=digest(list(group.layer_names)),
         numbers=_numbers(group.layer_names),
-        interior=_interiors(layers),
+        interior=_interiors(layers, parts, vllm_config),
         copies=tensor if replicated else 1,
-        page=_page(group, layers, vllm_config, kv_layout) if kv_layout else (),
+        page=_page(group, layers, vllm_config, kv_layout) if kv_layout and len(parts) < 2 else (),
     )
 
 
@@ -211,12 +235,23 @@ def _page(group: Any, layers: Sequence[Any], vllm_config: Any, kv_layout: str) -
             config=model.hf_text_config,
             tensor=vllm_config.parallel_config.tensor_parallel_size,
             kv_heads=model.get_total_num_kv_heads(),
+            other_heads=_other_heads(vllm_config),
             kv_layout=kv_layout,
             conv_first=_conv_layout() == "DS",
         )
         for spec in layers
     }
     return pages.pop() if len(pages) == 1 else ()
+
+
+def _other_heads(vllm_config: Any) -> frozenset[int]:
+    """Numbers of KV heads that a layer may have, of the target model or of one that drafts."""
+    target, speculative = vllm_config.model_config, vllm_config.speculative_config
+    found = head_counts(target.hf_text_config)
+    draft = speculative.draft_model_config if speculative else None
+    if draft is not None and draft is not target:
+        found |= head_counts(draft.hf_text_config) | {int(draft.get_total_num_kv_heads())}
+    return frozenset(found)
 
 
 _INTERIOR = (
@@ -228,12 +263,18 @@ _INTERIOR = (
 which the record names by themselves."""
 
 
-def _interiors(layers: Sequence[Any]) -> str:
+def _interiors(
+    layers: Sequence[Any], parts: Sequence[tuple[list[str], int]], vllm_config: Any
+) -> str:
     """What the pages of a group's layers consist of, each kind once, in order of appearance; with
     several, also a digest of which layer has which."""
     each = [(_interior(spec), str(getattr(spec, "dtype", ""))) for spec in layers]
     text = "; ".join(dict.fromkeys(interior for interior, _ in each))
-    return text if len(set(each)) == 1 else f"{text} #{digest(each)}"
+    if len(set(each)) > 1:
+        return f"{text} #{digest(each)}"
+    if len(parts) > 1:  # only the first is known: the rest by size, and by how a cache is quantised
+        return f"{text} #{digest([*parts, _configured(vllm_config.cache_config.cache_dtype)])}"
+    return text
 
 
 def _interior(spec: Any) -> str:
@@ -274,6 +315,7 @@ def cache_domain(vllm_config: Any, kv_cache_config: Any, layout: CacheLayout) ->
         revision=revision_of(model),
         quantization=quantization_name(model),
         compute_dtype=_dtype(model.dtype),
+        length_scaling=length_scaling(model, speculative and speculative.draft_model_config),
         draft_model=_draft_model(speculative, model, vllm_config.load_config),
         layout=layout,
         scheduler_block_tokens=scheduler_block,
@@ -315,14 +357,15 @@ def _weights(model: Any, load: Any) -> str:
 
 
 def _draft_model(speculative: Any, target: Any, load: Any) -> str:
-    """Method, configuration and weights of what drafts; "" where nothing does."""
+    """Method, configuration, weights and quantisation of what drafts; "" where nothing does."""
     if speculative is None:
         return ""
     name = str(speculative.method or "")
     draft = speculative.draft_model_config
     if draft is None or draft is target:
         return name
-    return f"{name}:{model_digest(draft.hf_config)}:{_weights(draft, load)}"
+    parts = (name, model_digest(draft.hf_config), _weights(draft, load), quantization_name(draft))
+    return ":".join(parts).rstrip(":")
 
 
 def _dtype(dtype: Any) -> str:
@@ -337,9 +380,14 @@ def _kv_dtype(specs: Sequence[Any], configured: str) -> str:
         if hasattr(spec, "dtype"):
             name = _dtype(spec.dtype)
             quantised = bool(int(getattr(spec, "kv_quant_mode", 0))) or name in ("uint8", "int8")
-            meaning = configured if quantised and configured != "auto" else ""
-            names.add(f"{name}:{'fp8_e4m3' if meaning == 'fp8' else meaning}".rstrip(":"))
+            meaning = _configured(configured) if quantised else ""
+            names.add(f"{name}:{meaning}".rstrip(":"))
     return ", ".join(sorted(names))
+
+
+def _configured(cache_dtype: str) -> str:
+    """How a quantised cache is quantised, or ""."""
+    return {"fp8": "fp8_e4m3", "auto": ""}.get(str(cache_dtype), str(cache_dtype))
 
 
 def _state_dtypes(specs: Sequence[Any]) -> tuple[str, ...]:
@@ -356,7 +404,8 @@ def _conv_layout() -> str:
 
 def _attention_backend(vllm_config: Any, specs: Sequence[Any]) -> str:
     """Names of the attention backends, as configured or else as vLLM chooses them. The layers
-    themselves, which would tell, live in other processes."""
+    themselves, which would tell, live in other processes. Raises ``UnsupportedError`` where vLLM
+    does not say: of two that are not known it is not known either whether they are one."""
     from vllm.v1 import kv_cache_interface as kv
 
     attention = vllm_config.attention_config
@@ -386,5 +435,8 @@ def _chosen_backend(vllm_config: Any, spec: Any) -> str:
                 ).get_name()
             )
     except Exception as error:  # the choice is vLLM's business; it fails in many ways
-        logger.info("backhaul: the attention backend cannot be told (%s)", error)
-        return "auto"
+        line = " ".join(str(error).split())[:200]
+        raise UnsupportedError(
+            f"which attention backend {type(spec).__name__} layers use cannot be told ({line}); "
+            "name one with --attention-backend"
+        ) from error

@@ -54,11 +54,13 @@ class PublishJob(NamedTuple):
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
-    """Scheduler half to worker half. ``domain`` comes with the first step only."""
+    """Scheduler half to worker half. ``domain`` comes with the first step only; from ``cut_off`` on
+    nothing is published."""
 
     loads: list[LoadJob] = field(default_factory=list)
     publishes: list[PublishJob] = field(default_factory=list)
     domain: DomainRecord | None = None
+    cut_off: bool = False
 
 
 class JobReport(NamedTuple):
@@ -81,11 +83,17 @@ class JobReport(NamedTuple):
 
 @dataclass
 class WorkerReport(KVConnectorWorkerMetadata):
-    """Worker half to scheduler half: the reports of every rank, in no particular order."""
+    """Worker half to scheduler half: the reports of every rank, in no particular order.
+
+    ``cannot_convert``: some rank's pages are not those that the domain describes. Said once.
+    """
 
     reports: list[JobReport] = field(default_factory=list)
+    cannot_convert: bool = False
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """Reports of both."""
         assert isinstance(other, WorkerReport)
-        return WorkerReport(self.reports + other.reports)
+        return WorkerReport(
+            self.reports + other.reports, self.cannot_convert or other.cannot_convert
+        )

@@ -6,14 +6,43 @@ the two do not agree to the byte, the page counts as unknown and is never conver
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from backhaul.protocols.sharding import Page, Part, Rows, divides, page_bytes
 
 
+def is_replicated(spec: Any) -> bool:
+    """Whether every tensor-parallel rank computes all of it: one latent for all heads, or what
+    vLLM declares so."""
+    from vllm.v1 import kv_cache_interface as kv
+
+    return (
+        type(spec) is kv.MLAAttentionSpec
+        or getattr(spec, "max_tp_shards", None) == 1
+        or getattr(spec, "tp_replicated", False)
+    )
+
+
+def head_counts(config: Any) -> set[int]:
+    """Every number of KV heads that a model's configuration names, whatever layers they are of."""
+    found = [v for name, v in vars(config).items() if name.endswith(_HEADS) and v is not None]
+    each = [one for value in found for one in (value if isinstance(value, list) else [value])]
+    return {one for one in each if isinstance(one, int)}
+
+
+_HEADS = ("key_value_heads", "kv_heads", "key_value_heads_per_layer", "kv_heads_per_layer")
+
+
 def describe_page(
-    spec: Any, *, config: Any, tensor: int, kv_heads: int, kv_layout: str, conv_first: bool
+    spec: Any,
+    *,
+    config: Any,
+    tensor: int,
+    kv_heads: int,
+    other_heads: Collection[int] = (),
+    kv_layout: str,
+    conv_first: bool,
 ) -> Page:
     """The page of ``spec`` (vLLM's), or () where it is not known.
 
@@ -21,19 +50,21 @@ def describe_page(
         config: the model's configuration (text part), which names heads and groups.
         tensor: tensor-parallel ranks.
         kv_heads: KV heads of the model over all ranks.
+        other_heads: numbers of KV heads that some of its layers, or those of a model that drafts,
+            may have instead.
         kv_layout: vLLM's name of the order of dimensions, e.g. ``LBHNC``.
         conv_first: a convolution state is stored as (channels, positions) and not the other way.
     """
     from vllm.v1 import kv_cache_interface as kv
 
     page: Page = ()
-    if type(spec) is kv.MLAAttentionSpec or getattr(spec, "tp_replicated", False):
+    if is_replicated(spec):
         page = (Rows(1, (Part(1, spec.real_page_size_bytes),)),)
     elif isinstance(spec, kv.MambaSpec):
         describe = _STATES.get(spec.mamba_type.name)
         page = describe(spec, config, tensor, conv_first) if describe else ()
     elif type(spec) in (kv.FullAttentionSpec, kv.SlidingWindowSpec, kv.ChunkedLocalAttentionSpec):
-        page = _attention(spec, tensor, kv_heads, kv_layout)
+        page = _attention(spec, tensor, kv_heads, other_heads, kv_layout)
     known = page and divides(page, tensor) and page_bytes(page, tensor) == spec.real_page_size_bytes
     return page if known else ()
 
@@ -50,10 +81,14 @@ def with_kernel_blocks(page: Page, kv_layout: str, blocks: int) -> Page:
     )
 
 
-def _attention(spec: Any, tensor: int, kv_heads: int, kv_layout: str) -> Page:
+def _attention(
+    spec: Any, tensor: int, kv_heads: int, other_heads: Collection[int], kv_layout: str
+) -> Page:
     local = spec.num_kv_heads
     if int(spec.kv_quant_mode) or spec.num_heads != local or local != max(1, kv_heads // tensor):
         return ()  # scales lie among the elements, or the layer has heads of its own
+    if any(local == max(1, n // tensor) for n in other_heads if n != kv_heads):
+        return ()  # with so many ranks nobody can tell how many heads all of them hold
     nbytes = spec.real_page_size_bytes // local
     if kv_layout.index("H") < kv_layout.index("N") < kv_layout.index("C"):
         return (Rows(1, (Part(kv_heads, nbytes),)),)

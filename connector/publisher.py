@@ -112,6 +112,7 @@ class Publisher:
         self._kept_alive = clock()
         self._pins = 0
         self._sequence = 0
+        self._ended_for_good: set[PublicationId] = set()
 
     # -- state for people and tests -----------------------------------------------------------
 
@@ -148,6 +149,9 @@ class Publisher:
         reached = {start, end // self._grid * self._grid}
         if not recurrent:
             reached |= tracked.ends.within(start, end)
+            if not self._is_prefill(request):  # drafts may be accepted up to any of them
+                first = (start // self._grid + 1) * self._grid
+                reached.update(range(first, end + 1, self._grid))
         for boundary in sorted(reached):
             if boundary % self._grid or boundary < max(start, 1):
                 continue
@@ -247,10 +251,7 @@ class Publisher:
             del self._sending[job.job_id]
             self._complete(sending)
         if settled:
-            self._holds.give_back(job.blocks)
-            publication = self._unsettled.pop(job.job_id)
-            self._open[publication] -= 1
-            self._abandon_if_over(publication)
+            self._settle(job)
 
     def keep_alive(self) -> None:
         """Keep streamed objects of running requests; called every pass, acts every few seconds."""
@@ -264,6 +265,21 @@ class Publisher:
         """Give every pin of a request back."""
         for boundary in list(tracked.pins):
             self._unpin(tracked, boundary)
+
+    def cut_off(self) -> None:
+        """Let nothing that is under way become visible. Pins are the caller's to give back; from
+        now on it reports no steps, and asks for no publication."""
+        for publish in self.take_jobs():  # no rank knows of them
+            sending = self._sending.pop(publish.job_id)
+            del self._book.jobs[publish.job_id]
+            if sending.tracked is not None and not sending.kinds:
+                sending.tracked.stream_job = 0
+            if sending.kinds:
+                self._stats.count("publication_failures", Reason.CACHE_RESET)
+                self._ending.add(sending.publication)
+            self._settle(sending.job)
+        self._ended_for_good.update(self._open)
+        self._catalog.end_for_good(list(self._open))
 
     # -- pins ---------------------------------------------------------------------------------
 
@@ -470,6 +486,12 @@ class Publisher:
         )
         return job
 
+    def _settle(self, job: Job) -> None:
+        self._holds.give_back(job.blocks)
+        publication = self._unsettled.pop(job.job_id)
+        self._open[publication] -= 1
+        self._abandon_if_over(publication)
+
     def _complete(self, sending: _Sending) -> None:
         job, tracked = sending.job, sending.tracked
         self._stats.count("publish_bytes", n=job.nbytes)
@@ -496,7 +518,9 @@ class Publisher:
             if sending.is_last:
                 self._stats.observe("finish_to_consumable_seconds", now - sending.ended_at)
         else:
-            self._stats.count("publication_failures", job.reason)
+            ended = sending.publication in self._ended_for_good
+            reason = Reason.CACHE_RESET if ended else job.reason
+            self._stats.count("publication_failures", reason)
         self._end_publication(sending.publication)
 
     def _count_published(self, kinds: tuple[CheckpointKind, ...], state_bytes: int) -> None:

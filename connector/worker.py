@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from backhaul.connector.conversion import Converter
+from backhaul.connector.conversion import Converter, unlike_groups
 from backhaul.connector.messages import (
     BlockRef,
     JobReport,
@@ -58,11 +58,15 @@ class WorkerHalf:
         self._rank = rank
         self._owners = {group.index: group.owner(rank) for group in layout.groups}
         self._kv_cache_config = kv_cache_config
+        self._layout = layout
         self._states = {g.index for g in layout.groups if g.kind is GroupKind.RECURRENT}
         self._groups: dict[int, GroupRegions] = {}
         self._domain: DomainRecord | None = None
         self._converter: Converter | None = None
+        self._unlike: list[int] = []
+        self._tells_unlike = False
         self._event: Callable[[], Any] | None = None
+        self._cut_off = False
         self._done: queue.SimpleQueue[tuple[JobReport, str | None, Unsettled | None]] = (
             queue.SimpleQueue()
         )
@@ -99,8 +103,11 @@ class WorkerHalf:
 
     def submit(self, meta: StepMetadata) -> None:
         """Start this step's jobs, behind everything that is already on the device's stream."""
+        self._cut_off |= meta.cut_off
         if meta.domain is not None:
             domain = self._domain = meta.domain
+            self._unlike = self._compare(domain)
+            self._tells_unlike = bool(self._unlike)
             self._publishes.submit(self._open_domain, domain)
         if not (meta.loads or meta.publishes):
             return
@@ -138,11 +145,12 @@ class WorkerHalf:
         return received, bool(self._reports)
 
     def take_report(self) -> WorkerReport | None:
-        """The reports collected by ``drain``; None where there are none."""
-        if not self._reports:
+        """The reports collected by ``drain``; None where there is nothing to tell."""
+        if not (self._reports or self._tells_unlike):
             return None
         reports, self._reports = self._reports, []
-        return WorkerReport(reports)
+        told, self._tells_unlike = self._tells_unlike, False
+        return WorkerReport(reports, cannot_convert=told)
 
     def shutdown(self) -> None:
         """Stop the threads; running transfers end by their own deadline."""
@@ -150,6 +158,19 @@ class WorkerHalf:
         self._conversions.shutdown(wait=False, cancel_futures=True)
         self._publishes.shutdown(wait=False, cancel_futures=True)
         self._store.close()
+
+    def _compare(self, domain: DomainRecord) -> list[int]:
+        """Groups that keep this rank from converting into ``domain``, with a line about them."""
+        if not all(group.page for group in domain.layout.groups):
+            return []  # the scheduler half knows that nothing can be converted
+        unlike = unlike_groups(domain.layout, self._layout)
+        if unlike:
+            logger.warning(
+                "backhaul: layers of KV cache groups %s differ from the first one, so checkpoints "
+                "of engines with other parallel sizes are not loaded",
+                unlike,
+            )
+        return unlike
 
     # -- on the transfer threads --------------------------------------------------------------
 
@@ -207,9 +228,9 @@ class WorkerHalf:
         )
 
     def _convert(self, job: LoadJob, until: float) -> TransferResult:
-        """As ``_load``, from a domain that another tensor-parallel size makes; to be over by
-        ``until`` (``time.monotonic``), for it may have waited for others."""
-        if not job.blocks or self._converter is None or self._domain is None:
+        """As ``_load``, from a domain of other parallel sizes; to be over by ``until``
+        (``time.monotonic``), for it may have waited for others."""
+        if not job.blocks or self._converter is None or self._domain is None or self._unlike:
             return TransferResult(ok=False, reason=Reason.INTERNAL)
         left_s = until - time.monotonic()
         if left_s <= 0:
@@ -230,6 +251,8 @@ class WorkerHalf:
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 return TransferResult(ok=False, reason=Reason.TIMEOUT, nbytes=sent)
+            if self._cut_off:  # the store refuses it, unless it was restarted since
+                return TransferResult(ok=False, reason=Reason.CACHE_RESET, nbytes=sent)
             result, busy = self._send(job, todo, remaining)
             sent += result.nbytes
             if not result.ok:

@@ -28,8 +28,8 @@ class Experiment(enum.StrEnum):
     REUSE = "reuse"
 
 
-POLICIES = (NO_POLICY, *(policy.value for policy in Policy if policy is not Policy.BOUNDARIES))
-"""Compared unless others are named. ``boundaries`` needs an application that supplies them."""
+POLICIES = (NO_POLICY, *(policy.value for policy in Policy))
+"""Compared unless others are named."""
 SMALL = Sizes(
     conversations=3, turns=4, system=400, user=120, reasoning=80, reply=60, tool_result=120,
     tool_rounds=2, branches=3,
@@ -84,7 +84,7 @@ def bench(
     concurrency: Annotated[
         int, typer.Option(min=1, max=256, help="Requests under way at once, at most.")
     ] = 2,
-    seed: Annotated[int, typer.Option(help="Draws contents and the order of the arms.")] = 0,
+    seed: Annotated[int, typer.Option(help="Draws the turns and the order of the arms.")] = 0,
     cache_dir: Annotated[
         Path | None,
         typer.Option(
@@ -117,7 +117,7 @@ def bench(
         }
     ).scaled(scale)
     matrix = Matrix(
-        policies=_known("policy", policy, (*POLICIES, Policy.BOUNDARIES.value), POLICIES),
+        policies=_known("policy", policy, POLICIES, POLICIES),
         workloads=_known("workload", workload, WORKLOADS, WORKLOADS),
         budgets=tuple(parse_budget(text, eviction) for text in budget or ["unlimited"]),
         prompt_ends=tuple(dict.fromkeys(prompt_end or PromptEndAt)),

@@ -246,11 +246,13 @@ class Pair:
         stream: bool = True,
         **sampling: Any,
     ) -> Turn:
-        """Prefill, hand over, decode. ``hints`` go to both legs, ``u_end`` to prefill only."""
+        """Prefill, hand over, decode. ``hints`` go to both legs, ``u_end`` to prefill only; decode
+        also learns which ends prefill chose, to do the other half of the same choice."""
         first = self.prefill_leg(prompt, u_end=u_end, hints=hints)
         transfer = first.kv_transfer_params
-        if hints:
-            transfer = {**(transfer or {}), "backhaul": {**(first.backhaul or {}), **hints}}
+        ours = {**_chosen_ends(first.backhaul), **(hints or {})}
+        if ours:
+            transfer = {**(transfer or {}), "backhaul": {**(first.backhaul or {}), **ours}}
         second = self.decode.complete(
             prompt,
             max_tokens=max_tokens,
@@ -277,6 +279,12 @@ class Pair:
         if ours:
             transfer["backhaul"] = ours
         return self.prefill.complete(prompt, max_tokens=1, transfer=transfer, logprobs=logprobs)
+
+
+def _chosen_ends(record: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The hint that names what prefill chose; none where its record does not say."""
+    chosen = (record or {}).get("chosen") or {}
+    return {"ends": chosen["ends"]} if "ends" in chosen else {}
 
 
 def scrape(url: str, prefix: str) -> dict[str, float]:

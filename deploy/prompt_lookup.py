@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     from backhaul.transfer.backends.inspector import StoreInspector
     from backhaul.transfer.base import CheckpointInfo, DomainInfo, Visibility
 
+_NO_HASH = b"none"
+"""Matches no checkpoint, where a hash has to stand."""
 _BOUNDARIES_MAX = 1 << 17
-"""More than any prompt has; a log may say anything."""
+"""More than any prompt has, and what a store takes in one call; a log may say anything."""
 _BUFFER_BYTES = 1 << 62
 """The engine's ``convert_buffer_bytes`` is not known here: large enough, then."""
 LIMIT = 1_000
@@ -122,7 +124,7 @@ def look_up(
 
     query = ListQuery(
         # A prompt below one block has no hash; any other makes it a listing along a prompt.
-        prefix_hashes=tuple(hashes) or (b"none",),
+        prefix_hashes=tuple(hashes[:_BOUNDARIES_MAX]) or (_NO_HASH,),
         visibilities=visibilities,
         kinds=kinds,
         domain_prefix=domain_prefix,
@@ -145,7 +147,7 @@ def ask(
     count = max(prompt_tokens - 1, 0) // layout.boundary_tokens  # one token is always computed
     # A log of an engine with longer blocks has no hash at every boundary, nor up to the last one.
     ends = range(step - 1, min(count * step, len(hashes)), step)[:_BOUNDARIES_MAX]
-    wanted = [hashes[end] for end in ends]
+    wanted = [hashes[end] or _NO_HASH for end in ends]
     found = inspector.lookup(target.id, wanted)
     convertible = ConvertibleDomains(inspector, target.record, _BUFFER_BYTES)
     return convertible.extend(found, wanted, lease_s=0.0, timeout_s=math.inf)[0].matches

@@ -306,8 +306,8 @@ def _with_u_end(turn: Turn, generation_prefix: int) -> Turn:
 
 def _budgets(capacities: list[str] | tuple[()], admitted: list[str] | tuple[()]) -> list[Limits]:
     from backhaul.benchmarks.reuse.arms import Limits
-    from backhaul.transfer.daemon.settings import parse_bytes
+    from backhaul.transfer.daemon.settings import parse_byte_rate, parse_bytes
 
     budgets = [Limits(capacity=0 if text == "0" else parse_bytes(text)) for text in capacities]
-    budgets += [Limits(admit_per_token=parse_bytes(text)) for text in admitted]
+    budgets += [Limits(admit_per_token=parse_byte_rate(text)) for text in admitted]
     return budgets or [Limits()]

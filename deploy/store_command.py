@@ -12,6 +12,7 @@ from backhaul.transfer.daemon.settings import (
     DaemonSettings,
     format_bytes,
     parse_address,
+    parse_byte_rate,
     parse_bytes,
 )
 from backhaul.transfer.strategies import DEFAULT, Admission, Eviction, Strategies
@@ -120,7 +121,7 @@ def store(
             eviction=eviction,
             marconi_alpha=marconi_alpha,
             admission=admission,
-            admit_bytes_per_token=parse_bytes(admit_per_token),
+            admit_bytes_per_token=parse_byte_rate(admit_per_token),
             admit_burst_bytes=parse_bytes(admit_burst),
         ),
         prefault=prefault,

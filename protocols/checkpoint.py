@@ -43,6 +43,7 @@ class Reason(enum.StrEnum):
     DENIED = "denied"
     PIN_LIMIT = "pin_limit"
     ABORTED = "aborted"
+    CACHE_RESET = "cache_reset"
     INTERNAL = "internal"
 
 
@@ -166,6 +167,8 @@ class CheckpointMatch(msgspec.Struct, frozen=True, kw_only=True):
             ``comparison``). A store answers "" where its bytes can be converted: whether the
             worker does so is for the worker to say.
         also_in: further domains that hold it and whose bytes can be converted.
+        leased: the lookup's lease keeps what is consumable, so that it may be loaded. False of
+            another domain's that is passed over for a better one.
 
     Raises ``ValueError`` where the tags contradict each other.
     """
@@ -182,9 +185,15 @@ class CheckpointMatch(msgspec.Struct, frozen=True, kw_only=True):
     domain: DomainId = DomainId("")
     hits: int = 0
     also_in: tuple[DomainId, ...] = ()
+    leased: bool = True
 
     def __post_init__(self) -> None:
         check_tags(self.retained, self.hash_matched, self.consumable, False, self.reason)
+
+    @property
+    def convertible(self) -> bool:
+        """The store's word: it lies in another domain whose bytes can be converted."""
+        return self.reason is Reason.DOMAIN_MISMATCH and bool(self.domain) and not self.field
 
 
 def check_tags(

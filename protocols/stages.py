@@ -19,6 +19,9 @@ from typing import NamedTuple
 from backhaul.protocols.domain import DomainRecord
 from backhaul.protocols.layout import GroupLayout
 
+_DRAFT_BY_NO_MODEL = ("", "ngram", "ngram_gpu", "suffix")
+"""Values of ``draft_model`` where no layer belongs to a model that drafts."""
+
 
 class Portion(NamedTuple):
     """Consecutive layers of one of our objects, and where they lie in another's.
@@ -37,12 +40,13 @@ class Portion(NamedTuple):
 
 
 def stages_fit(ours: DomainRecord, theirs: DomainRecord) -> bool:
-    """Whether it is known which layers lie on which stage of both. Not where the model drafts:
-    its layers have no place among the target's."""
+    """Whether it is known which layers lie on which stage of both. Not where a model drafts: its
+    layers have no place among the target's."""
     if _same(ours, theirs):
         return True
     one, other = (ours, theirs) if ours.pipeline_parallel == 1 else (theirs, ours)
-    if one.pipeline_parallel != 1 or one.draft_model or not _cut(other):
+    drafts = one.draft_model not in _DRAFT_BY_NO_MODEL
+    if one.pipeline_parallel != 1 or drafts or not _cut(other):
         return False
     if len(one.layout.groups) != len(other.layout.groups):
         return False
@@ -74,13 +78,11 @@ def portions(
 
 
 def most_layers(ours: DomainRecord, theirs: DomainRecord, group: int) -> int:
-    """Layers of a group in all objects of one rank each that one of our objects is made of. Of the
-    stages that nobody has seen it is what the first one lets expect."""
+    """Layers of a group in all objects of one rank each that one of our objects is made of, at
+    most: a stage that nobody has seen may have the group's in all of its layers."""
     layers = max(_group(ours, group).layers, _group(theirs, group).layers)
-    cut = _cut(ours)
-    if cut and _same(ours, theirs):
-        return -(-layers * max(cut) // cut[0])
-    return layers
+    unseen = _cut(ours)[1:] if _same(ours, theirs) else ()
+    return max((layers, *unseen))
 
 
 def _same(ours: DomainRecord, theirs: DomainRecord) -> bool:

@@ -86,7 +86,7 @@ class OpenDomainReply(_message.Message):
     def __init__(self, domain_id: _Optional[str] = ..., loaders: _Optional[int] = ..., publishers: _Optional[int] = ..., elsewhere: _Optional[_Iterable[_Union[OtherDomain, _Mapping]]] = ..., decode_loaders: _Optional[int] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
-    __slots__ = ("domain_id", "boundary_hashes", "above_tokens", "lease_s", "wait_s", "peek", "follow_up")
+    __slots__ = ("domain_id", "boundary_hashes", "above_tokens", "lease_s", "wait_s", "peek", "follow_up", "repeat")
     DOMAIN_ID_FIELD_NUMBER: _ClassVar[int]
     BOUNDARY_HASHES_FIELD_NUMBER: _ClassVar[int]
     ABOVE_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -94,6 +94,7 @@ class LookupRequest(_message.Message):
     WAIT_S_FIELD_NUMBER: _ClassVar[int]
     PEEK_FIELD_NUMBER: _ClassVar[int]
     FOLLOW_UP_FIELD_NUMBER: _ClassVar[int]
+    REPEAT_FIELD_NUMBER: _ClassVar[int]
     domain_id: str
     boundary_hashes: _containers.RepeatedScalarFieldContainer[bytes]
     above_tokens: int
@@ -101,7 +102,8 @@ class LookupRequest(_message.Message):
     wait_s: float
     peek: bool
     follow_up: bool
-    def __init__(self, domain_id: _Optional[str] = ..., boundary_hashes: _Optional[_Iterable[bytes]] = ..., above_tokens: _Optional[int] = ..., lease_s: _Optional[float] = ..., wait_s: _Optional[float] = ..., peek: _Optional[bool] = ..., follow_up: _Optional[bool] = ...) -> None: ...
+    repeat: bool
+    def __init__(self, domain_id: _Optional[str] = ..., boundary_hashes: _Optional[_Iterable[bytes]] = ..., above_tokens: _Optional[int] = ..., lease_s: _Optional[float] = ..., wait_s: _Optional[float] = ..., peek: _Optional[bool] = ..., follow_up: _Optional[bool] = ..., repeat: _Optional[bool] = ...) -> None: ...
 
 class Match(_message.Message):
     __slots__ = ("boundary", "kinds", "consumable", "reason", "age_s", "producer", "field", "domain_id", "also_in", "retained", "hash_matched", "hits")
@@ -316,10 +318,12 @@ class CommitReply(_message.Message):
     def __init__(self, visible: _Optional[bool] = ..., missing: _Optional[_Iterable[_Union[Key, _Mapping]]] = ...) -> None: ...
 
 class AbandonRequest(_message.Message):
-    __slots__ = ("publication_id",)
+    __slots__ = ("publication_id", "still_written")
     PUBLICATION_ID_FIELD_NUMBER: _ClassVar[int]
+    STILL_WRITTEN_FIELD_NUMBER: _ClassVar[int]
     publication_id: str
-    def __init__(self, publication_id: _Optional[str] = ...) -> None: ...
+    still_written: bool
+    def __init__(self, publication_id: _Optional[str] = ..., still_written: _Optional[bool] = ...) -> None: ...
 
 class AbandonReply(_message.Message):
     __slots__ = ()

@@ -351,9 +351,14 @@ class Store(abc.ABC):
         """Complete written objects and, with a manifest, this rank's part of the checkpoint."""
 
     @abc.abstractmethod
-    def abandon(self, publication: PublicationId, *, timeout_s: float) -> None:
+    def abandon(
+        self, publication: PublicationId, *, still_written: bool = False, timeout_s: float
+    ) -> None:
         """End a publication. Its uncommitted space is freed; what no checkpoint uses may be
-        evicted. Also called after a successful commit, and harmless when repeated."""
+        evicted. Also called after a successful commit, and harmless when repeated.
+
+        ``still_written``: a rank may be at it. Whatever it sends from now on is refused, so that
+        nothing more becomes visible, and its space is given away only when that is safe."""
 
     @abc.abstractmethod
     def keep_alive(self, publications: Sequence[PublicationId], *, timeout_s: float) -> None:
@@ -371,13 +376,15 @@ class Store(abc.ABC):
         lease_s: float = 0.0,
         wait_s: float = 0.0,
         follow_up: bool = False,
+        repeat: bool = False,
         timeout_s: float,
     ) -> LookupResult:
         """Checkpoints of the prefix. Entry i of ``boundary_hashes`` ends at boundary (i + 1) * B.
 
         ``wait_s`` bounds how long the store may hold the answer back for an announced checkpoint
         deeper than what is visible. ``follow_up``: the same was asked of one's own domain, which
-        counted the lookup and had nothing consumable above ``above_tokens``."""
+        counted the lookup and had nothing consumable above ``above_tokens``. ``repeat``: the same
+        request asked before and was counted as traffic."""
 
     @abc.abstractmethod
     def renew(self, lease: LeaseId, lease_s: float, *, timeout_s: float) -> None:

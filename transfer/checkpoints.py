@@ -111,7 +111,7 @@ class CheckpointTable:
             self._count_end(kind, duplicate=kind != primary)
         self._file(checkpoint, 1)
         self.queue.add(checkpoint)
-        self._adopt(self._touch_chain(checkpoint, manifest, now), checkpoint)
+        self._touch_chain(checkpoint, manifest, now)
 
     def merge(self, checkpoint: Checkpoint, manifest: CheckpointManifest, now: float) -> None:
         """A visible checkpoint was published again, perhaps for another logical end."""
@@ -230,6 +230,14 @@ class CheckpointTable:
         checkpoint.used_at = now
         self.queue.changed(checkpoint)
 
+    def use(self, used: Sequence[Checkpoint], now: float) -> None:
+        """Count a use of visible checkpoints of one prefix, the deepest first, none between them
+        left out."""
+        for checkpoint in used:
+            self.touch(checkpoint, now)
+        for checkpoint, parent in itertools.pairwise(used):
+            self._extends(checkpoint, parent)
+
     def works_anew(self, domain: Domain) -> None:
         """The domain's work is another one now."""
         for checkpoint in domain.checkpoints.values():
@@ -237,9 +245,8 @@ class CheckpointTable:
 
     def _touch_chain(
         self, checkpoint: Checkpoint, manifest: CheckpointManifest, now: float
-    ) -> Checkpoint | None:
-        """Count a use of the checkpoint and of those that it extends; answers the deepest of these
-        that is visible."""
+    ) -> None:
+        """Count a use of the checkpoint and of those that it extends, and note who extends whom."""
         parent = None
         domain = checkpoint.domain
         grid, unit = domain.boundary_tokens, domain.record.layout.hash_tokens
@@ -247,9 +254,28 @@ class CheckpointTable:
             met = domain.checkpoints.get(manifest.hashes[boundary // unit - 1])
             if met is not None and met.boundary == boundary:
                 self.touch(met, now)
-                if met.visible and met is not checkpoint:
+                if met.visible:
+                    if parent is not None:
+                        self._extends(met, parent)
                     parent = met
-        return parent
+
+    def _extends(self, checkpoint: Checkpoint, parent: Checkpoint) -> None:
+        """``parent`` is the next shallower one. It may have come after what extends it, as the end
+        of a user's message does whose publication took longer than the loop behind it."""
+        before = checkpoint.parent
+        if before is parent:
+            return
+        if before is not None:
+            del before.children[checkpoint]
+            self.queue.changed(before)
+        self._adopt(parent, checkpoint)
+        # What extends it belongs to the same user's turn as it does.
+        below = [] if checkpoint.user_turn else list(checkpoint.children)
+        while below:
+            one = below.pop()
+            self.queue.changed(one)
+            if not one.user_turn:
+                below += one.children
 
     def _adopt(self, parent: Checkpoint | None, checkpoint: Checkpoint) -> None:
         """Note that a visible checkpoint extends another one."""

@@ -26,6 +26,9 @@ DOMAINS_MAX = 256
 this, domains without any content are forgotten."""
 PUBLICATIONS_MAX = 65_536
 """Open at once; each is one decoding request, so this is above any cluster's concurrency."""
+REFUSED_MAX = 65_536
+"""Names of publications that were ended while somebody wrote; the oldest gives way, whose writer's
+time was up long ago."""
 LEASES_MAX = 65_536
 """Valid at once; each is one request between lookup and the end of its load."""
 ANNOUNCEMENTS_MAX = 65_536
@@ -96,8 +99,9 @@ class Checkpoint:
         hits: lookups that found it consumable.
         leases: valid leases on it; while there are any it is not evicted.
         state_bytes, attention_bytes: of all parts so far.
-        parent: the deepest visible checkpoint that this one was seen to extend.
-        children: visible checkpoints whose parent this is, in the order of their arrival.
+        parent: the deepest visible checkpoint that this one was seen to extend. One that came later
+            is noticed at the next use of this one.
+        children: visible checkpoints whose parent this is, in the order in which that was noticed.
         user_turn: the U_end of a user's message.
     """
 

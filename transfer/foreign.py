@@ -10,10 +10,16 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from backhaul.protocols.checkpoint import CheckpointMatch, DomainId, LeaseId, Reason
+from backhaul.protocols.checkpoint import (
+    NOT_RETAINED,
+    CheckpointMatch,
+    DomainId,
+    LeaseId,
+    Reason,
+)
 from backhaul.protocols.comparison import Verdict, compare
 from backhaul.protocols.domain import DomainRecord
-from backhaul.protocols.errors import StoreError
+from backhaul.protocols.errors import StoreError, StoreUnavailable
 from backhaul.protocols.sharding import conversion, page_bytes
 from backhaul.protocols.stages import most_layers
 from backhaul.transfer.base import LookupResult
@@ -22,6 +28,8 @@ logger = logging.getLogger("vllm.backhaul")
 
 _REMEMBERED_MAX = 256
 """As many domains as a store keeps."""
+_ASK_AGAIN_S = 5.0
+"""How long no record is asked for after the store did not give one: each costs a lookup's time."""
 
 
 class Asked(Protocol):
@@ -59,6 +67,12 @@ class ConvertibleDomains:
         self._ours = record
         self._buffer_bytes = buffer_bytes
         self._known: dict[DomainId, tuple[DomainRecord | None, str]] = {}
+        self._closed = False
+        self._ask_again = 0.0
+
+    def close(self) -> None:
+        """Use no other domain from now on."""
+        self._closed = True
 
     def extend(
         self,
@@ -71,35 +85,47 @@ class ConvertibleDomains:
         """Add what a convertible domain holds beyond the deepest checkpoint of one's own: the one
         that reaches furthest, and the next one where that cannot be asked or has lost it.
 
-        Matches of such a domain that are not added keep ``DOMAIN_MISMATCH`` and get the field that
+        What a convertible domain holds beside it is consumable, but not leased, since nothing of it
+        is to be loaded. What cannot be converted keeps ``DOMAIN_MISMATCH`` and gets the field that
         differs. Never raises: without an answer the lookup stays as it was. With ``lease_s`` 0, of
         whoever only looks, the matches come without a lease.
         """
         until = time.monotonic() + timeout_s
         deepest = max((m.boundary for m in found.matches if m.consumable), default=0)
         reach: dict[DomainId, int] = {}  # domain -> its deepest checkpoint, the deepest first
-        for match in filter(_may_be_converted, found.matches):
-            for domain in (match.domain, *match.also_in):
+        for match in found.matches:
+            for domain in (match.domain, *match.also_in) if match.convertible else ():
                 reach.setdefault(domain, match.boundary)
-        asked = {domain: self._ask(domain, _left(until)) for domain in reach}
+        known = {domain: self._ask(domain, _left(until)) for domain in reach}
+        usable = {domain for domain, (record, _) in known.items() if record and not self._closed}
         added: dict[int, CheckpointMatch] = {}
         foreign: Foreign | None = None
+        failed: dict[DomainId, Reason] = {}
         for domain, boundary in reach.items():
-            record, _ = asked[domain]
-            if record is not None and boundary > deepest and not added:
+            record, _ = known[domain]
+            if record is None or domain not in usable or boundary <= deepest or added:
+                continue
+            try:
                 foreign, added = self._lookup(
                     record, boundary_hashes, deepest, lease_s=lease_s, timeout_s=_left(until)
                 )
-        matches = tuple(
-            added.get(match.boundary)
-            or (
-                msgspec.structs.replace(match, field=asked[match.domain][1])
-                if _may_be_converted(match)
-                else match
-            )
-            for match in found.matches
-        )
-        return dataclasses.replace(found, matches=matches), foreign
+                failed[domain] = Reason.EVICTED  # what it does not have any more
+            except StoreError as error:
+                logger.debug("backhaul: lookup in domain %s failed: %s", domain, error)
+                failed[domain] = Reason.UNREACHABLE
+
+        def tagged(match: CheckpointMatch) -> CheckpointMatch:
+            if match.boundary in added:
+                return added[match.boundary]
+            if not match.convertible:
+                return match
+            homes = [home for home in (match.domain, *match.also_in) if home in usable]
+            if not homes:
+                return msgspec.structs.replace(match, field=known[match.domain][1])
+            left = [home for home in homes if match.boundary <= deepest or home not in failed]
+            return _passed_over(match, left[0]) if left else _gone(match, failed[homes[-1]])
+
+        return dataclasses.replace(found, matches=tuple(map(tagged, found.matches))), foreign
 
     def _lookup(
         self,
@@ -110,19 +136,16 @@ class ConvertibleDomains:
         lease_s: float,
         timeout_s: float,
     ) -> tuple[Foreign | None, dict[int, CheckpointMatch]]:
+        """Raises ``StoreError`` where the store does not answer."""
         domain = record.domain_id
-        try:
-            result = self._store.lookup(
-                domain,
-                boundary_hashes,
-                above_tokens=above,
-                lease_s=lease_s,
-                follow_up=True,
-                timeout_s=timeout_s,
-            )
-        except StoreError as error:
-            logger.debug("backhaul: lookup in domain %s failed: %s", domain, error)
-            return None, {}
+        result = self._store.lookup(
+            domain,
+            boundary_hashes,
+            above_tokens=above,
+            lease_s=lease_s,
+            follow_up=True,
+            timeout_s=timeout_s,
+        )
         if result.lease is None and lease_s:
             return None, {}
         usable = {
@@ -136,10 +159,14 @@ class ConvertibleDomains:
         """The domain's record if its bytes can be converted here, and else what differs."""
         if (known := self._known.get(domain)) is not None:
             return known
+        if time.monotonic() < self._ask_again:
+            return None, "(unknown)"
         try:
             record = self._store.domain_record(domain, timeout_s=timeout_s)
         except StoreError as error:
             logger.debug("backhaul: domain %s: %s", domain, error)
+            if isinstance(error, StoreUnavailable):
+                self._ask_again = time.monotonic() + _ASK_AGAIN_S
             return None, "(unknown)"
         answer = self._judge(record)
         if len(self._known) < _REMEMBERED_MAX:
@@ -182,6 +209,14 @@ def _left(until: float) -> float:
     return max(until - time.monotonic(), 0.001)
 
 
-def _may_be_converted(match: CheckpointMatch) -> bool:
-    """The store's word: it lies in a domain whose bytes can be converted."""
-    return match.reason is Reason.DOMAIN_MISMATCH and not match.field and bool(match.domain)
+def _passed_over(match: CheckpointMatch, home: DomainId) -> CheckpointMatch:
+    """One that could be loaded from ``home``, and is not asked for."""
+    return msgspec.structs.replace(
+        match, consumable=True, reason=None, domain=home, also_in=(), leased=False
+    )
+
+
+def _gone(match: CheckpointMatch, reason: Reason) -> CheckpointMatch:
+    """One that nobody could give for ``reason``."""
+    held = reason not in NOT_RETAINED
+    return msgspec.structs.replace(match, reason=reason, retained=held, hash_matched=held)

@@ -318,13 +318,19 @@ class BlockIndex:
         if publication is not None:
             self._run_out(publication, now)
 
-    def abandon(self, publication_id: PublicationId, now: float) -> None:
+    def abandon(
+        self, publication_id: PublicationId, now: float, *, still_written: bool = False
+    ) -> None:
         """End a publication on every rank; unknown ones are ignored. Its reserved space may be
-        given away at once, so no transfer into it may be in flight."""
+        given away at once, so no transfer into it may be in flight, unless it is ``still_written``:
+        the space then rests for a while, and the name is refused from now on."""
         now = self.expire(now)
+        if still_written:
+            self.publications.refuse(publication_id)
         publication = self.publications.open.get(publication_id)
         if publication is not None:
-            self.publications.end(publication)
+            reuse_at = now + self.quarantine_s if still_written else None
+            self.publications.end(publication, reuse_at=reuse_at)
 
     def keep_alive(
         self, publication_ids: Sequence[PublicationId], now: float
@@ -404,6 +410,7 @@ class BlockIndex:
         now: float,
         *,
         follow_up: bool = False,
+        repeat: bool = False,
     ) -> LookupAnswer:
         """Checkpoints of the prefix above ``above_tokens``: up to ``MATCHES_MAX`` consumable ones,
         under one lease, as many of which something is known that makes them unusable, a few that
@@ -411,7 +418,8 @@ class BlockIndex:
         boundary.
 
         ``follow_up``: another domain was asked first and counted the lookup, of which only the hit
-        counts here, where ``above_tokens`` 0 says that there was none."""
+        counts here, where ``above_tokens`` 0 says that there was none. ``repeat``: the same request
+        asked before, so that it is a lookup and no further traffic."""
         now = self.expire(now)
         domain = self._domain(domain_id, now)
         check_hashes(boundary_hashes)
@@ -420,11 +428,11 @@ class BlockIndex:
             self.leases.check_room()
         if not follow_up:
             self.counters["lookups"] += 1
-            self.admission.credit(len(boundary_hashes) * domain.boundary_tokens)
+            if not repeat:
+                self.admission.credit(len(boundary_hashes) * domain.boundary_tokens)
         found = self._find(domain, boundary_hashes, above_tokens, now)
         usable = found.usable
-        for checkpoint in found.used:
-            self.checkpoints.touch(checkpoint, now)
+        self.checkpoints.use(found.used, now)
         self._count_hit(usable, counted=follow_up and above_tokens > 0)
         if not follow_up:
             self._count_candidates(found.matches)
@@ -613,7 +621,7 @@ class BlockIndex:
         self, matches: Sequence[CheckpointMatch], domain_id: DomainId, now: float
     ) -> None:
         for match in matches:
-            if match.reason is not None:
+            if match.reason is not None and not match.convertible:
                 self.checkpoints.recent.note(
                     now, "not consumable", match.reason, domain_id, match.boundary, match.kinds
                 )
@@ -631,8 +639,9 @@ class BlockIndex:
         for match in matches:
             self.counters[f"candidates_{Tag.RETAINED}"] += match.retained
             self.counters[f"candidates_{Tag.HASH_MATCHED}"] += match.hash_matched
-            self.counters[f"candidates_{Tag.CONSUMABLE}"] += match.consumable
-            if match.reason is not None:
+            usable = match.consumable or match.convertible
+            self.counters[f"candidates_{Tag.CONSUMABLE}"] += usable
+            if match.reason is not None and not usable:
                 self.counters[f"unconsumable_{match.reason}"] += 1
 
     def _gauges(self) -> dict[str, int]:

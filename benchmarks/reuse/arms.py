@@ -65,7 +65,8 @@ def plan(
     routings: Sequence[Routing] = (Routing.STICKY, Routing.FORGET),
     repeat: int = 0,
 ) -> list[Experiment]:
-    """The product of all of them; engines without Backhaul once per routing."""
+    """The product of all of them. Engines without Backhaul (None) stand in every setting: arms are
+    compared within one."""
     arms: list[Experiment] = []
     for routing in routings:
         for policy in policies:

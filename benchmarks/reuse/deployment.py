@@ -53,7 +53,8 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     Attributes:
         prefill_workers, decode_workers: their numbers.
         decode_slots: requests that one decode worker runs at once.
-        local_bytes: of each prefill worker for its own prefix cache and what it runs; 0: no limit.
+        local_bytes: of each prefill worker, all its ranks together, for its own prefix cache and
+            what it runs; 0: no limit.
         handed_tokens: tokens at the prompt's end that prefill leaves to decode (NIXL hands hybrid
             models over without the last one).
         prefill_flops_per_s: of one worker, sustained. Assumed.

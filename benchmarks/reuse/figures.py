@@ -116,23 +116,25 @@ Book = dict[Setting, dict[str, Cell]]
 
 
 def gather(results: Iterable[Result]) -> Book:
-    """Group results. Arms that were cut off (without their closing line) are left out. Raises
-    ``ConfigError`` where nothing is left, or an arm comes twice."""
+    """Group results. Arms that were cut off (without their closing line) are left out, and so is
+    what was left of one that was run again: of an arm's requests those count that its closing line
+    closes. Raises ``ConfigError`` where nothing is left, or an arm comes twice."""
     requests: dict[Arm, list[RequestResult]] = {}
-    arms: dict[Arm, ArmResult] = {}
+    arms: dict[Arm, tuple[ArmResult, list[RequestResult]]] = {}
     for result in results:
         if isinstance(result, ArmResult):
             if result.arm in arms:
                 raise ConfigError(f"an arm is there twice: {_named(result.arm)}")
-            arms[result.arm] = result
+            lines = requests.pop(result.arm, [])
+            arms[result.arm] = result, lines[max(len(lines) - result.requests, 0) :]
         else:
             requests.setdefault(result.arm, []).append(result)
     if not arms:
         raise ConfigError("no finished arm among the results")
     book: Book = {}
-    for arm, done in arms.items():
+    for arm, (done, lines) in arms.items():
         cell = book.setdefault(arm.setting, {}).setdefault(arm.policy, Cell(arm))
-        cell.requests += requests.get(arm, [])
+        cell.requests += lines
         cell.arms.append(done)
     return book
 

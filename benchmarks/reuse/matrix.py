@@ -36,8 +36,8 @@ class StoreBudget(msgspec.Struct, frozen=True, kw_only=True):
 class Matrix(msgspec.Struct, frozen=True, kw_only=True):
     """What is to be run.
 
-    ``policies``: values of ``Policy``, or ``NO_POLICY``. ``seed`` draws the order of the arms; the
-    turns of a repeat depend on the repeat alone.
+    ``policies``: values of ``Policy``, or ``NO_POLICY``. ``seed`` draws the order of the arms and,
+    with the number of the repeat, its turns.
     """
 
     policies: tuple[str, ...]

@@ -39,6 +39,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         grid: boundary grid, tokens.
         state_pages: pages of the size of one attention block that one state takes in an engine's
             own cache: one per group of as many recurrent layers as there are attention layers.
+        state_ranks: over how many ranks of a worker a state is cut, while attention lies whole on
+            each of them.
         source: where the configuration was published.
         assumed: what was not published, or simplified.
     """
@@ -49,6 +51,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     prefill: ModelWork
     grid: int
     state_pages: int
+    state_ranks: int = 1
     source: str = ""
     assumed: str = ""
 
@@ -56,6 +59,11 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     def block_bytes(self) -> int:
         """One attention block, all layers."""
         return self.kv_bytes * self.grid
+
+    @property
+    def page_bytes(self) -> int:
+        """One page of a worker's own cache, on all of its ranks."""
+        return self.block_bytes * self.state_ranks
 
     @property
     def work(self) -> PrefillWork:
@@ -95,6 +103,7 @@ def shape(
         prefill=prefill,
         grid=-(-page // (token * kernel_block)) * kernel_block,
         state_pages=-(-len(recurrent) // len(attention)),
+        state_ranks=state_ranks,
         source=source,
         assumed=assumed,
     )

@@ -67,6 +67,7 @@ class RealArms:
         self._grid = shape.grid
         self._concurrency = concurrency
         self._greetings = 0
+        self._runs = 0
 
     def run(self, arm: Arm, turns: Sequence[Turn]) -> list[Result]:
         """All turns of one arm; the last line is the arm's own. One in which the store did not
@@ -87,6 +88,7 @@ class RealArms:
     def _once(self, arm: Arm, turns: Sequence[Turn]) -> tuple[list[Result], float]:
         """The arm's lines, and how many publications the store did not answer."""
         self._fresh(arm)
+        client = self._new_client()
         contents = Contents(LETTERS)
         relations = Relations(self._grid, handed_tokens=HANDED_TOKENS)
         before = self._books()
@@ -100,7 +102,10 @@ class RealArms:
                 self._pair.prefill.reset_prefix_cache()
             wave_started = time.monotonic()
             with ThreadPoolExecutor(self._concurrency) as pool:
-                jobs = [pool.submit(self._ask, arm, turn, contents, started) for turn in wave]
+                jobs = [
+                    pool.submit(self._ask, hints(arm, turn, client), turn, contents, started)
+                    for turn in wave
+                ]
                 answers = [job.result() for job in jobs]
             active_s += time.monotonic() - wave_started
             for turn, (answer, arrival_s, end_s) in zip(wave, answers, strict=True):
@@ -127,14 +132,20 @@ class RealArms:
         )
         return results, _unanswered(books)
 
+    def _new_client(self) -> str:
+        """A name that no run of an arm has had: engines outlive arms, and what ``auto`` learns they
+        keep by client."""
+        self._runs += 1
+        return f"arm {self._runs} {time.monotonic_ns()}"
+
     def _ask(
-        self, arm: Arm, turn: Turn, contents: Contents, started: float
+        self, told: Mapping[str, Any], turn: Turn, contents: Contents, started: float
     ) -> tuple[Answer, float, float]:
         prompt = contents.ids(turn.prompt)
         arrival = time.monotonic() - started
         answer = self._pair.run(
             prompt,
-            hints=hints(arm, turn),
+            hints=told,
             max_tokens=turn.output_tokens + 4,
             min_tokens=turn.output_tokens - 1,
             logit_bias={str(END): 100.0},
@@ -229,12 +240,12 @@ def _unanswered(books: Mapping[str, float]) -> float:
     return sum(books.get(f"{_FAILED}{{reason={reason.value}}}", 0.0) for reason in _NO_ANSWER)
 
 
-def hints(arm: Arm, turn: Turn) -> dict[str, Any]:
-    """``kv_transfer_params["backhaul"]`` of a request: the arm's policy, and what a renderer and a
-    proxy know of the turn."""
+def hints(arm: Arm, turn: Turn, client: str) -> dict[str, Any]:
+    """``kv_transfer_params["backhaul"]`` of a request: the arm's policy, what a renderer and a
+    proxy know of the turn, and ``client``, who sends it."""
     if arm.policy == NO_POLICY:
         return {"publish": False, "load": False}
-    known = {"policy": arm.policy, **hints_of(turn)}
+    known = {"policy": arm.policy, "client": client, **hints_of(turn)}
     if known["rewrites"]:
         # The engine's reply is its own: the trace cannot say with which token rewriting begins.
         known["rewrites"] = None
@@ -250,7 +261,7 @@ def store_settings(arm: Arm) -> dict[str, Any]:
     if arm.budget is Budget.ADMITTED:
         args += [
             "--admission=budget",
-            f"--admit-per-token={max(arm.budget_bytes // 1000, 1)}",
+            f"--admit-per-token={arm.budget_bytes // 1000}.{arm.budget_bytes % 1000:03}",
             f"--admit-burst={arm.budget_bytes * BURST_KILOTOKENS}",
         ]
     return {"capacity": capacity, "args": args}
@@ -333,17 +344,23 @@ def arm_result(
 
     kinds = {}
     for kind in CheckpointKind:
+        evicted = count(f"{_STORE}evicted_checkpoints_total", kind=kind.value)
+        evicted_bytes = count(f"{_STORE}evicted_state_bytes_total", kind=kind.value)
+        retained = count(f"{_STORE}retained_checkpoints", kind=kind.value)
+        retained_bytes = count(f"{_STORE}retained_state_bytes", kind=kind.value)
+        # What engines published counts a checkpoint anew each time, and two ends that share one
+        # twice; the arm's store began empty.
         result = KindResult(
             logical=count(f"{_STORE}logical_ends_total", kind=kind.value),
             duplicates=count(f"{_STORE}duplicate_ends_total", kind=kind.value),
-            created=count(f"{_ENGINE}checkpoints_published_total", kind=kind.value),
-            state_bytes=count(f"{_ENGINE}published_state_bytes_total", kind=kind.value),
-            evicted=count(f"{_STORE}evicted_checkpoints_total", kind=kind.value),
-            evicted_state_bytes=count(f"{_STORE}evicted_state_bytes_total", kind=kind.value),
+            created=max(retained + evicted, 0),
+            state_bytes=max(retained_bytes + evicted_bytes, 0),
+            evicted=evicted,
+            evicted_state_bytes=evicted_bytes,
         )
         if result != KindResult():
             kinds[kind] = result
-    evicted = count(f"{_STORE}evictions_total", reason="capacity")
+    evictions = count(f"{_STORE}evictions_total", reason="capacity")
     lifetimes = f"{_STORE}evicted_age_seconds_sum"
     return ArmResult(
         arm=arm,
@@ -356,8 +373,8 @@ def arm_result(
         published_bytes=count(f"{_ENGINE}publish_bytes_total"),
         loaded_bytes=count(f"{_ENGINE}load_bytes_total"),
         peak_used_bytes=peak_used_bytes,
-        lifetime_s=sum(n for name, n in books.items() if name.startswith(lifetimes)) / evicted
-        if evicted
+        lifetime_s=sum(n for name, n in books.items() if name.startswith(lifetimes)) / evictions
+        if evictions
         else 0.0,
         residents=residents,
     )

@@ -22,6 +22,9 @@ from backhaul.protocols.errors import ConfigError
 
 MODEL = "tiny-hybrid"
 """What the engines run, and the preset that tells its shape."""
+OPTIONS = {"stream_ahead": False}
+"""Of both engines. A publication is asked about once, with the first bytes that it brings: only one
+that comes whole is weighed whole, as the simulator's are."""
 SETTINGS = "settings.json"
 
 
@@ -30,6 +33,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     sizes: Sizes
     concurrency: int
+    seed: int = 0
 
 
 def run_matrix(
@@ -47,7 +51,8 @@ def run_matrix(
     the store fails; what was finished by then is kept.
     """
     path = results_file(directory)
-    keep_to_settings(directory, Settings(sizes=sizes, concurrency=concurrency))
+    settings = Settings(sizes=sizes, concurrency=concurrency, seed=matrix.seed)
+    keep_to_settings(directory, settings)
     earlier = finished_only(list(read_results(path))) if path.exists() else []
     arms = left_to_do(planned(matrix), earlier)
     console.print(f"{len(arms)} arms to run, {len(planned(matrix)) - len(arms)} done; {path}")
@@ -57,20 +62,29 @@ def run_matrix(
         pair = Pair(
             model,
             directory / "logs",
-            options={"stream_min_bytes": 1},
+            options=OPTIONS,
             engine_env={"VLLM_SERVER_DEV_MODE": "1"},
         )
         with pair, pair.naming_failures():
             real = RealArms(pair, preset(MODEL), concurrency=concurrency)
-            run_arms(console, arms, sizes, path, real.run)
+            run_arms(console, arms, sizes, path, real.run, seed=matrix.seed)
     with writing("DIRECTORY", directory):
         reports = write_report(build_report(read_results(path)), directory)
     for report in reports:
         console.print(f"wrote {report}")
 
 
-def run_arms(console: Console, arms: Sequence[Arm], sizes: Sizes, path: Path, run: RunArm) -> None:
-    """Run the arms and append each one's lines once it is finished."""
+def run_arms(
+    console: Console,
+    arms: Sequence[Arm],
+    sizes: Sizes,
+    path: Path,
+    run: RunArm,
+    *,
+    seed: int = 0,
+) -> None:
+    """Run the arms and append each one's lines once it is finished. Arms of one repeat replay the
+    same turns, drawn from ``seed`` plus its number."""
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(),
@@ -84,7 +98,7 @@ def run_arms(console: Console, arms: Sequence[Arm], sizes: Sizes, path: Path, ru
             progress.update(task, description=title)
             if not console.is_terminal:
                 console.print(f"{number}/{len(arms)} {title}, repeat {arm.repeat}")
-            turns = workload(arm.workload, sizes, seed=arm.repeat)
+            turns = workload(arm.workload, sizes, seed=seed + arm.repeat)
             results = run(arm, turns)
             with path.open("ab") as file:
                 write_results(results, file)
@@ -126,4 +140,5 @@ def keep_to_settings(directory: Path, settings: Settings) -> None:
 
 
 def _flat(settings: Settings) -> dict[str, object]:
-    return {**msgspec.structs.asdict(settings.sizes), "concurrency": settings.concurrency}
+    others = {name: getattr(settings, name) for name in ("concurrency", "seed")}
+    return {**msgspec.structs.asdict(settings.sizes), **others}

@@ -121,10 +121,13 @@ class SimulatedStore:
         if not self._try_answer(waiting):
             self._waiting.append(waiting)
 
-    def lookup_now(self, hashes: Sequence[bytes]) -> LookupAnswer:
-        """Ask again, without waiting."""
-        now = self._clock.now
-        return self.index.lookup(self._domain, hashes, 0, self._options.lease_s, now)
+    def lookup_again(self, hashes: Sequence[bytes]) -> LookupAnswer:
+        """Ask once more for the same request, without waiting."""
+        return self._lookup(hashes, repeat=True)
+
+    def _lookup(self, hashes: Sequence[bytes], *, repeat: bool) -> LookupAnswer:
+        now, lease_s = self._clock.now, self._options.lease_s
+        return self.index.lookup(self._domain, hashes, 0, lease_s, now, repeat=repeat)
 
     def release(self, lease: LeaseId | None) -> None:
         """Give a lease back."""
@@ -232,7 +235,7 @@ class SimulatedStore:
                 self._clock.at(min(waiting.deadline, awaited.until), self._try_answer, waiting)
                 return False
         waiting.answered = True
-        waiting.answer(self.lookup_now(waiting.hashes))
+        waiting.answer(self._lookup(waiting.hashes, repeat=False))
         return True
 
     # -- results ------------------------------------------------------------------------------

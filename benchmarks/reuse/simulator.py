@@ -181,7 +181,7 @@ class Simulator:
                 strategies=experiment.strategies,
                 write_bytes_per_s=deployment.write_bytes_per_s,
             )
-        pages = deployment.local_bytes // shape.block_bytes
+        pages = deployment.local_bytes // shape.page_bytes
         self.prefill = [
             _PrefillWorker(
                 f"prefill-{i}",
@@ -287,7 +287,7 @@ class Simulator:
         where running requests leave no room for it yet."""
         if self.store is not None and self.clock.now >= job.answered_at + self._options.lease_s:
             self.store.release(job.answer.lease)  # waited too long: the lease has run out
-            job.answer = self.store.lookup_now(job.hashes[: (job.tokens - 1) // self._shape.grid])
+            job.answer = self.store.lookup_again(job.hashes[: (job.tokens - 1) // self._shape.grid])
             job.answered_at = self.clock.now
         hit = self._local_hit(job)
         usable = {m.boundary: m for m in job.answer.matches if m.consumable}
@@ -299,7 +299,7 @@ class Simulator:
         )
         pages = -(-job.tokens // self._shape.grid) + 2 * self._shape.state_pages
         pages = max(pages - hit.joint // self._shape.grid, 1)
-        limit = self._deployment.local_bytes // self._shape.block_bytes
+        limit = self._deployment.local_bytes // self._shape.page_bytes
         if limit and not job.worker.holding:
             pages = min(pages, limit)  # a prompt too long for the worker runs alone
             if not job.worker.cache.begin(job.prompt, hit.joint, pages):

@@ -12,6 +12,7 @@ reasons nor calls tools; all that it generates is replayed.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -66,3 +67,20 @@ def test_prefill_that_never_saw_the_dialogue_has_it_cached(pair: Session, proxy:
     prompt_ends = sum(r.prompt_tokens // B * B for r in report.requests[:-1])
     assert 0.58 < prompt_ends / report.prompt_tokens < 0.67
     print(f"cached {report.cached_share:.1%}, P_end alone {prompt_ends / report.prompt_tokens:.1%}")
+
+    # The other side: the same engines, of which Backhaul neither keeps nor loads anything. Short
+    # replies, since nothing is found behind them anyway.
+    nothing = {"backhaul": {"publish": False, "load": False}}
+    without = run_arm(
+        Arm(name="without", url=proxy, reset=[pair.pair.engines["prefill"].url]),
+        replace(
+            PLAN,
+            turns=3,
+            max_tokens=2 * B + 8,
+            extra={**PLAN.extra, "min_tokens": 2 * B, "kv_transfer_params": nothing},
+        ),
+        lambda arm, request: print(request),
+    )
+    assert [request.finish_reason for request in without.requests] == ["stop"] * 3
+    assert all(request.prompt_tokens > B for request in without.requests)
+    assert without.cached_share == 0

@@ -43,7 +43,8 @@ debt that this traffic never earns back."""
 
 
 def arms() -> dict[str, Arm]:
-    """One of each budget, by policy. The capacity holds all U_ends but half a state."""
+    """One of each budget, by policy; the one without Backhaul finds P_end where it was computed.
+    The capacity holds all U_ends but half a state."""
     ends = [turn.u_end or 0 for turn in workload("full_replay", SIZES, seed=0)]
     deepest = ends[2:]  # both first turns come before both second ones
     blocks = sum(end // SHAPE.grid for end in deepest)
@@ -60,7 +61,7 @@ def arms() -> dict[str, Arm]:
                 policies=(policy,),
                 budgets=(budget,),
                 workloads=("full_replay",),
-                prompt_ends=(PromptEndAt.ABSENT,),
+                prompt_ends=(PromptEndAt.PRESENT if policy == NO_POLICY else PromptEndAt.ABSENT,),
                 repeats=1,
                 model=SHAPE.name,
             )
@@ -100,7 +101,11 @@ def test_arms_on_real_engines(own_store: Session, tmp_path: Path) -> None:
     assert {policy: len(lines) for policy, lines in requests.items()} == dict.fromkeys(
         planned_arms, 4
     )
-    assert all(r.hit_tokens == 0 and not r.selected for r in requests[NO_POLICY])
+    assert all(r.loaded_tokens == 0 and not r.selected for r in requests[NO_POLICY])
+    assert done[NO_POLICY].kinds == {} and done[NO_POLICY].peak_used_bytes == 0
+    for line in requests[NO_POLICY]:  # P_end present: prefill's own cache was left alone
+        assert line.local_tokens == line.relation.prompt_end
+        assert (line.local_tokens > 0) is bool(line.relation.continuation)
     prompts = {r.request: r.prompt_tokens for r in requests[NO_POLICY]}
     for lines in requests.values():
         assert {r.request: r.prompt_tokens for r in lines} == prompts

@@ -11,7 +11,9 @@ from backhaul.benchmarks.reuse.deployment import Deployment, Routing
 from backhaul.benchmarks.reuse.model_shape import preset
 from backhaul.benchmarks.reuse.simulator import Experiment, simulate
 from backhaul.benchmarks.reuse.trace import Turn
+from backhaul.benchmarks.reuse.turn_hints import hints_of
 from backhaul.benchmarks.reuse.workloads import Sizes, workload
+from backhaul.protocols.policy import Policy, Why
 
 VOCABULARY = range(97, 123)
 SIZES = Sizes(
@@ -30,37 +32,52 @@ SIZES = Sizes(
 
 
 @pytest.mark.parametrize(
-    ("routing", "names"),
+    ("routing", "policy", "names"),
     [
-        (Routing.FORGET, ("reasoning_dropped", "tool_loop", "branching")),
-        (Routing.STICKY, ("full_replay", "tool_loop", "shared_system")),
+        (Routing.FORGET, Policy.BOTH, ("reasoning_dropped", "tool_loop", "branching")),
+        (Routing.STICKY, Policy.BOTH, ("full_replay", "tool_loop", "shared_system")),
+        (Routing.FORGET, Policy.AUTO, ("tool_loop",)),
     ],
 )
-def test_the_same_tokens_are_found(pair: Session, routing: Routing, names: tuple[str, ...]) -> None:
+def test_the_same_tokens_are_found(
+    pair: Session, routing: Routing, policy: Policy, names: tuple[str, ...]
+) -> None:
     trace: list[Turn] = []
+    seed = list(Routing).index(routing) + len(Routing) * (policy is Policy.AUTO)
     for name in names:
         shared = name == "shared_system"
         sizes = msgspec.structs.replace(SIZES, conversations=3, turns=1) if shared else SIZES
         # Another seed per case: the pair's store remembers.
-        trace += workload(name, sizes, seed=list(Routing).index(routing))
+        trace += workload(name, sizes, seed=seed)
     deployment = Deployment(prefill_workers=1, routing=routing)
     results = []
     for name in names:  # the workloads share nothing, so each may have a cluster of its own
         part = [turn for turn in trace if turn.conversation.startswith(name)]
-        experiment = Experiment(workload=name, shape=preset("tiny-hybrid"), deployment=deployment)
+        experiment = Experiment(
+            workload=name, shape=preset("tiny-hybrid"), deployment=deployment, policy=policy
+        )
         results += simulate(experiment, part)[0]
     simulated = {result.request: result for result in results}
 
     content = Contents(VOCABULARY)
     found, expected = {}, {}
+    whys: list[str] = []
     for turn in trace:
         if routing is Routing.FORGET:
             pair.forget_locally()
-        ran = pair.run(content.ids(turn.prompt), u_end=turn.u_end, **ends_after(turn.output_tokens))
+        told = {name: value for name, value in hints_of(turn).items() if value not in (None, "")}
+        ran = pair.run(
+            content.ids(turn.prompt),
+            # What `auto` learns it keeps by client: other tests taught these engines, too.
+            hints={**told, "policy": policy, "client": f"simulated, {policy}, {routing}"},
+            **ends_after(turn.output_tokens),
+        )
         content.generated(turn, ran.decode.tokens)
         pair.settle()
-        record = ran.prefill.backhaul
-        assert record is not None
+        record, decode = ran.prefill.backhaul, ran.decode.backhaul
+        assert record is not None and decode is not None
+        assert decode["chosen"]["ends"] == record["chosen"]["ends"], "two halves of one choice"
+        whys.append(record["chosen"]["why"])
         selected = record["selected"] or {"kind": "", "boundary": 0}
         found[turn.request] = (
             record["prompt_tokens"],
@@ -79,5 +96,7 @@ def test_the_same_tokens_are_found(pair: Session, routing: Routing, names: tuple
         )
     assert found == expected
     assert any(loaded for _, _, loaded, _, _ in found.values())
+    if policy is Policy.AUTO:  # what decode, which looks nothing up, could not know by itself
+        assert whys[-1] == Why.HISTORY_MATCHES
     if routing is Routing.STICKY:
         assert any(local for _, local, _, _, _ in found.values())

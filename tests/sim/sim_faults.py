@@ -53,12 +53,14 @@ WRITE_SLOW = "write_slow"
 
 @dataclass
 class Faults:
-    """How often each fault happens (0 ... 1), and how often it did."""
+    """How often each fault happens (0 ... 1), and how often it did. ``repeats``: of each lookup,
+    whether its request had asked before."""
 
     rates: dict[str, float] = field(default_factory=dict)
     seed: int = 0
     slow_s: float = 0.05
     happened: Counter[str] = field(default_factory=Counter)
+    repeats: list[bool] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         assert set(self.rates) <= set(FAULTS), self.rates
@@ -252,8 +254,8 @@ class FaultyStore(Store):
         own = [_unmarked(w) for w in written]
         return inner.commit(domain, publication, rank, own, manifest, timeout_s=timeout_s)
 
-    def abandon(self, publication: Any, *, timeout_s: float) -> None:
-        self._inner().abandon(publication, timeout_s=timeout_s)
+    def abandon(self, publication: Any, *, still_written: bool = False, timeout_s: float) -> None:
+        self._inner().abandon(publication, still_written=still_written, timeout_s=timeout_s)
 
     def keep_alive(self, publications: Any, *, timeout_s: float) -> None:
         self._inner().keep_alive(publications, timeout_s=timeout_s)
@@ -267,8 +269,10 @@ class FaultyStore(Store):
         lease_s: float = 0.0,
         wait_s: float = 0.0,
         follow_up: bool = False,
+        repeat: bool = False,
         timeout_s: float,
     ) -> LookupResult:
+        self._faults.repeats.append(repeat)
         if self._faults.strikes("lookup_bug"):
             raise RuntimeError("lookup")
         if self._faults.strikes("lookup_raises"):
@@ -283,6 +287,7 @@ class FaultyStore(Store):
             lease_s=lease_s,
             wait_s=wait_s,
             follow_up=follow_up,
+            repeat=repeat,
             timeout_s=timeout_s,
         )
         if result.lease is not None:

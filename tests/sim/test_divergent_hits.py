@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from harness import BLOCK, Pair, SimEngine
+from harness import BLOCK, Pair, SimEngine, new_uri
 from sim_kit import kinds, tokens
 
 from backhaul.connector.connector import BackhaulConnector
@@ -23,9 +23,11 @@ A = 12 * B
 @pytest.fixture(params=[False, True], ids=["joint", "divergent"])
 def divergent(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     on = bool(request.param)
-    monkeypatch.setattr(
-        BackhaulConnector, "supports_divergent_local_hybrid_hits", property(lambda self: on)
-    )
+    name = "supports_divergent_local_hybrid_hits"
+    if on:
+        monkeypatch.setattr(BackhaulConnector, name, property(lambda self: True))
+    else:
+        assert not getattr(Pair(new_uri()).engine().backhaul, name)
     return on
 
 

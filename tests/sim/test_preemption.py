@@ -139,6 +139,16 @@ def test_a_running_request(bench: Bench, state: State, asynchronous: bool, late:
     check(bench, engine, name, lost_end=ended)
 
 
+def test_a_preempted_request_asks_again_and_is_traffic_once(bench: Bench) -> None:
+    engine, history = engines(bench, asynchronous=False, late=False)
+    bench.faults.repeats.clear()
+    name = resumed_after_a_load(bench, engine, history)
+    preempt(engine, name)
+    engine.drain()
+    assert engine.finished[name].reason == "stop"
+    assert bench.faults.repeats == [False, True]
+
+
 @ASYNC
 @LATE
 @pytest.mark.parametrize(

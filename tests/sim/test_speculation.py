@@ -11,7 +11,19 @@ import random
 from typing import Any
 
 import pytest
-from harness import ATTENTION, BLOCK, FULL, HYBRID, MIXED, STATE, Group, Pair, SimEngine, new_uri
+from harness import (
+    ATTENTION,
+    BLOCK,
+    FULL,
+    HYBRID,
+    MIXED,
+    STATE,
+    WINDOW,
+    Group,
+    Pair,
+    SimEngine,
+    new_uri,
+)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sim_kit import kinds, tokens
@@ -105,7 +117,8 @@ def test_a_stop_inside_an_accepted_run_that_crosses_a_boundary(
     ("mode", "drafts"), [*((mode, B) for mode in MODES), ("sync", B + 3), ("sync", 2 * B + 1)]
 )
 def test_more_drafts_than_a_block_holds(pair: Pair, mode: str, drafts: int) -> None:
-    """A step can pass a boundary whose state is never materialised: it must not be published.
+    """A step can pass a boundary whose state is never materialised: it must not be published. Then
+    what the prompt left is still there.
 
     Asynchronous scheduling with more drafts than a block holds reads wrong states in this
     simulation without any connector, too.
@@ -116,7 +129,24 @@ def test_more_drafts_than_a_block_holds(pair: Pair, mode: str, drafts: int) -> N
     for output in range(1, 6 * B, 3):
         first = decode.run(tokens(2 * B + 3, output), output)
         second = prefill.run(first.history + tokens(5, 7), 4)
+        assert (len(first.prompt) - 1) // B * B <= second.resumed
         assert second.resumed <= (len(first.history) - 1) // B * B
+    pair.check_idle()
+
+
+@MODE
+@pytest.mark.parametrize("groups", [ATTENTION, (FULL, WINDOW)], ids=["full", "windows"])
+@pytest.mark.parametrize("accept", [0.5, 0.9])
+def test_attention_alone_leaves_every_boundary_of_a_long_run_of_drafts(
+    pair: Pair, mode: str, groups: tuple[Any, ...], accept: float
+) -> None:
+    keywords: dict[str, Any] = {"groups": groups, "drafts": 2 * B + 3, "budget": 80}
+    decode = pair.engine(name="decode", **keywords, accept=accept, **MODES[mode])
+    prefill = pair.engine(name="prefill", **keywords)
+    for output in range(3, 6 * B, 9):
+        first = decode.run(tokens(2 * B + 3, output), output)
+        second = prefill.run(first.history + tokens(5, 7), 4)
+        assert second.resumed == (len(first.history) - 1) // B * B
     pair.check_idle()
 
 

@@ -12,7 +12,7 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -59,6 +59,9 @@ from backhaul.transfer.nixl_agent import Outcome
 
 WAIT_SHARE_MAX = 0.8
 """Part of a lookup's time that the daemon may wait for a publication: the answer has to travel."""
+
+RECORDS_MAX = 256
+"""Records of domains kept: as many as a store has."""
 
 OBJECTS_PER_CALL = 512
 """The daemon answers one call at a time: a long checkpoint must not hold up everyone's lookups."""
@@ -107,6 +110,7 @@ class EmbeddedStore(Store):
         self._channel = CatalogChannel(target)
         self._keeper = SessionKeeper(self._channel, self._name)
         self._payload: Payload | None = None
+        self._records: dict[DomainId, DomainRecord] = {}
 
     # -- bytes --------------------------------------------------------------------------------
 
@@ -216,13 +220,29 @@ class EmbeddedStore(Store):
         return wire.peers(self._keeper.join(record, member, time.monotonic() + timeout_s))
 
     def domain_record(self, domain: DomainId, *, timeout_s: float) -> DomainRecord:
-        """See ``Store``."""
-        deadline = time.monotonic() + timeout_s
-        reply = self._keeper.call("ListDomains", store_pb2.ListDomainsRequest(), deadline)
-        for message in reply.domains:
-            if message.domain_id == domain:
-                return wire.domain_info(message).record
-        raise NotKnown(f"domain {domain} is not known here")
+        """See ``Store``. The store answers with all domains, which is slow where they hold much;
+        that says nothing of its health, and every record is kept."""
+        if domain not in self._records:
+            deadline = time.monotonic() + timeout_s
+            request = store_pb2.ListDomainsRequest()
+            reply = self._keeper.call("ListDomains", request, deadline, trips=False)
+            self._remember(reply.domains, domain)
+        if (record := self._records.get(domain)) is None:
+            raise NotKnown(f"domain {domain} is not known here")
+        return record
+
+    def _remember(self, messages: Iterable[store_pb2.DomainInfo], wanted: DomainId) -> None:
+        """Keep the records of domains, the ``wanted`` one also where there is no room."""
+        for message in messages:
+            name = DomainId(message.domain_id)
+            if name in self._records or (len(self._records) >= RECORDS_MAX and name != wanted):
+                continue
+            try:
+                self._records[name] = wire.domain_info(message).record
+            except StoreRejected as error:
+                if name == wanted:
+                    raise
+                logger.debug("backhaul: domain %s: %s", name, error)
 
     def announce(
         self, domain: DomainId, boundary: int, block_hash: bytes, *, ttl_s: float, timeout_s: float
@@ -286,9 +306,11 @@ class EmbeddedStore(Store):
             missing.update((wire.key_of(key), None) for key in reply.missing)
         return CommitResult(reply.visible, () if reply.visible else tuple(missing))
 
-    def abandon(self, publication: PublicationId, *, timeout_s: float) -> None:
+    def abandon(
+        self, publication: PublicationId, *, still_written: bool = False, timeout_s: float
+    ) -> None:
         """See ``Store``."""
-        request = store_pb2.AbandonRequest(publication_id=publication)
+        request = store_pb2.AbandonRequest(publication_id=publication, still_written=still_written)
         self._keeper.call("Abandon", request, time.monotonic() + timeout_s)
 
     def keep_alive(self, publications: Sequence[PublicationId], *, timeout_s: float) -> None:
@@ -309,6 +331,7 @@ class EmbeddedStore(Store):
         lease_s: float = 0.0,
         wait_s: float = 0.0,
         follow_up: bool = False,
+        repeat: bool = False,
         timeout_s: float,
     ) -> LookupResult:
         """See ``Store``."""
@@ -319,6 +342,7 @@ class EmbeddedStore(Store):
             lease_s=lease_s,
             wait_s=min(wait_s, timeout_s * WAIT_SHARE_MAX),
             follow_up=follow_up,
+            repeat=repeat,
         )
         reply = self._keeper.call("Lookup", request, time.monotonic() + timeout_s, domain)
         return wire.lookup_result(reply)

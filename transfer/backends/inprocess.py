@@ -200,10 +200,12 @@ class InProcessStore(Store):
             self._lock.notify_all()
             return result
 
-    def abandon(self, publication: PublicationId, *, timeout_s: float) -> None:
+    def abandon(
+        self, publication: PublicationId, *, still_written: bool = False, timeout_s: float
+    ) -> None:
         """See ``Store``."""
         with self._open():
-            self._index.abandon(publication, time.monotonic())
+            self._index.abandon(publication, time.monotonic(), still_written=still_written)
             self._lock.notify_all()
 
     def keep_alive(self, publications: Sequence[PublicationId], *, timeout_s: float) -> None:
@@ -222,6 +224,7 @@ class InProcessStore(Store):
         lease_s: float = 0.0,
         wait_s: float = 0.0,
         follow_up: bool = False,
+        repeat: bool = False,
         timeout_s: float,
     ) -> LookupResult:
         """See ``Store``."""
@@ -235,7 +238,13 @@ class InProcessStore(Store):
                 self._lock.wait(min(deadline, awaited.until) - now)
                 now = time.monotonic()
             answer = self._index.lookup(
-                domain, boundary_hashes, above_tokens, lease_s, now, follow_up=follow_up
+                domain,
+                boundary_hashes,
+                above_tokens,
+                lease_s,
+                now,
+                follow_up=follow_up,
+                repeat=repeat,
             )
         return LookupResult(
             matches=answer.matches,

@@ -108,15 +108,18 @@ class CatalogChannel:
         self._stub: Any = None
         self._closed = False
 
-    def call(self, method: str, request: Any, timeout_s: float) -> Any:
-        """The reply. Blocks at most ``timeout_s`` seconds. Raises ``StoreError``."""
+    def call(self, method: str, request: Any, timeout_s: float, *, trips: bool = True) -> Any:
+        """The reply. Blocks at most ``timeout_s`` seconds. Raises ``StoreError``.
+
+        ``trips``: a time-out opens the breaker; not of a call that is slow by its nature.
+        """
         stub = self._connected()
         self.breaker.enter(timeout_s)
         started = time.monotonic()
         try:
             reply = getattr(stub, method)(request, timeout=timeout_s)
         except grpc.RpcError as error:
-            raise self._error(method, error, started, timeout_s) from None
+            raise self._error(method, error, started, timeout_s, trips=trips) from None
         except ValueError as error:  # the channel was closed meanwhile
             raise StoreUnavailable(f"{method}: {error}") from None
         self.breaker.succeeded()
@@ -139,11 +142,13 @@ class CatalogChannel:
                 self._stub = stub(self._channel)
             return self._stub
 
-    def _error(self, method: str, error: Any, started: float, timeout_s: float) -> StoreError:
+    def _error(
+        self, method: str, error: Any, started: float, timeout_s: float, *, trips: bool
+    ) -> StoreError:
         kind = ERRORS.get(error.code(), StoreUnavailable)
         if kind is not StoreTimeout:
             self.breaker.succeeded()  # refused at once: gRPC's own back-off bounds the cost
-        elif timeout_s >= TRIP_TIMEOUT_MIN_S:
+        elif trips and timeout_s >= TRIP_TIMEOUT_MIN_S:
             self.breaker.timed_out(started)
         details = (error.details() or error.code().name).partition("\n")[0]
         return kind(f"{self.target}: {method}: {details}")

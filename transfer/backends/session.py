@@ -108,20 +108,28 @@ class SessionKeeper:
         return reply
 
     def call(
-        self, method: str, request: Any, deadline: float, domain: DomainId | None = None
+        self,
+        method: str,
+        request: Any,
+        deadline: float,
+        domain: DomainId | None = None,
+        *,
+        trips: bool = True,
     ) -> Any:
-        """Call the catalog; with ``domain``, open it first where this daemon does not know it."""
+        """Call the catalog; with ``domain``, open it first where this daemon does not know it.
+        ``trips``: see ``CatalogChannel.call``."""
         session = self.current(deadline)
         if domain is not None:
             self._ensure_open(domain, session, deadline)
         try:
-            return self._channel.call(method, request, remaining(deadline))
+            return self._channel.call(method, request, remaining(deadline), trips=trips)
         except NotKnown:
             self.doubt()
             if domain is None or domain not in self._domains:
                 raise
-        except StoreUnavailable:
-            self.doubt()
+        except StoreUnavailable as error:
+            if trips or not isinstance(error, StoreTimeout):
+                self.doubt()
             raise
         session = self.current(deadline)
         with self._lock:

@@ -207,6 +207,7 @@ class Catalog(store_pb2_grpc.CatalogServicer):
             request.lease_s,
             self._clock(),
             follow_up=request.follow_up,
+            repeat=request.repeat,
         )
         if (lease := answer.lease) is None:
             return _lookup_reply(answer, waited_s)
@@ -329,7 +330,11 @@ class Catalog(store_pb2_grpc.CatalogServicer):
         self, request: store_pb2.AbandonRequest, context: Any
     ) -> store_pb2.AbandonReply:
         """See store.proto."""
-        self._index.abandon(PublicationId(request.publication_id), self._clock())
+        self._index.abandon(
+            PublicationId(request.publication_id),
+            self._clock(),
+            still_written=request.still_written,
+        )
         self._wake()
         return store_pb2.AbandonReply()
 

@@ -90,11 +90,16 @@ class DaemonSettings:
 
 def parse_bytes(text: str) -> int:
     """Bytes of e.g. `512MiB`, `8GiB`, `8G` (the same) or `1048576`."""
+    return int(parse_byte_rate(text))
+
+
+def parse_byte_rate(text: str) -> float:
+    """As ``parse_bytes``, of bytes per something: parts of a byte count."""
     match = _SIZE.fullmatch(text.strip())
     factor = _UNITS.get(match[2].upper()) if match else None
     if match is None or factor is None:
         raise ConfigError(f"size {text!r} is unreadable: write e.g. 512MiB, 8GiB or plain bytes")
-    nbytes = int(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
+    nbytes: float = (float if "." in match[1] else int)(match[1]) * factor
     if nbytes > SIZE_MAX_BYTES:
         raise ConfigError(f"size {text!r} is unreadable: it is more than any machine has")
     return nbytes

@@ -163,7 +163,7 @@ EXPECTED: dict[int, dict[str, float]] = {
         "per U_end": 100,
         "D_end bytes": 300,
         "per D_end": 100,
-        "saved_prompt_tokens_per_retained_state_byte": 110 / 800 * 1e6,
+        "saved_prompt_tokens_per_retained_state_byte": 110 / 800 * 2**20,
         "saved_prefill_work_per_retained_state_byte": 1100 / 800,
     },
     # U_end: b1's 40 tokens, 450 FLOPs. decode_end alone reused 190, so both lost 60 of 500.
@@ -332,6 +332,14 @@ def test_an_arm_that_was_cut_off_is_left_out_and_one_twice_refused() -> None:
         gather(BOTH)
 
 
+@pytest.mark.parametrize("cut", range(len(BOTH) + 1))
+def test_what_a_run_that_was_cut_off_left_is_not_counted_beside_its_repetition(cut: int) -> None:
+    left = [msgspec.structs.replace(one, loaded_tokens=99) for one in BOTH[:cut]]
+    closed = done("both", requests=len(BOTH))
+    (cell,) = next(iter(gather([*left, *BOTH, closed, *left[:1]]).values())).values()
+    assert cell.requests == BOTH
+
+
 def test_the_account_says_where_little_is_added() -> None:
     present = {"prompt_end": PromptEndAt.PRESENT}
     results: list[Result] = []
@@ -343,7 +351,7 @@ def test_the_account_says_where_little_is_added() -> None:
                 request(f"{c}1", arm=one, local_tokens=hit, ttft_s=ttft) for c in "abcdefgh"
             ]
             kinds = {U: KindResult(logical=8, created=8)} if policy == "both" else {}
-            results.append(done(policy, arm=one, kinds=kinds))
+            results.append(done(policy, arm=one, kinds=kinds, requests=8))
     first, second = verdicts(gather(results))
     assert first.arm.prompt_end is PromptEndAt.PRESENT
     assert "+1.0% of the prompt's tokens: both adds little here" in first.text

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -11,8 +13,9 @@ import pytest
 from backhaul.benchmarks.reuse import real
 from backhaul.benchmarks.reuse.model_shape import preset
 from backhaul.benchmarks.reuse.real import RealArms
-from backhaul.benchmarks.reuse.record import Arm, ArmResult, Source
+from backhaul.benchmarks.reuse.record import Arm, ArmResult, RequestResult, Source
 from backhaul.benchmarks.reuse.trace import Span, Turn
+from backhaul.connector.hints import parse_hints
 from backhaul.deploy.pair import Pair
 from backhaul.protocols import store_pb2
 from backhaul.protocols.errors import StoreUnavailable
@@ -120,9 +123,39 @@ def test_a_real_engine_is_told_of_rewriting_only_what_holds_for_its_own_reply(
     turn = Turn(
         request="a", prompt=(Span("p", 0, 9),), output=(Span("o", 0, 5),), verbatim_tokens=kept
     )
-    told = real.hints(Arm(source=Source.REAL, workload="w", policy="boundaries"), turn)
+    told = real.hints(Arm(source=Source.REAL, workload="w", policy="boundaries"), turn, "c")
     assert ("rewrites" in told) is said
     assert told.get("rewrites", []) == []
+
+
+def test_no_run_of_an_arm_inherits_what_another_taught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines outlive arms, and keep by client which ends matched; the second attempt at an arm is
+    a run of its own."""
+    arm = Arm(source=Source.REAL, workload="w" * 200, policy="auto")
+    turns = [Turn(request=n, prompt=(Span(n, 0, 9),), output=(Span("o", 0, 5),)) for n in "ab"]
+    arms = RealArms(cast(Pair, FakePair()), SHAPE)
+    told: list[Mapping[str, Any]] = []
+
+    def ask(hints: Mapping[str, Any], turn: Turn, *_: Any) -> tuple[Any, float, float]:
+        told.append(hints)
+        tokens = [97] * turn.output_tokens
+        return SimpleNamespace(decode=SimpleNamespace(tokens=tokens)), 0.0, 1.0
+
+    line = RequestResult(arm=arm, request="r", prompt_tokens=9)
+    unanswered = iter([1.0, 0.0, 0.0])
+    monkeypatch.setattr(arms, "_fresh", lambda _: None)
+    monkeypatch.setattr(arms, "_ask", ask)
+    monkeypatch.setattr(real, "scrape", lambda *_: defaultdict(float))
+    monkeypatch.setattr(real, "request_result", lambda *_: line)
+    monkeypatch.setattr(real, "_unanswered", lambda _: next(unanswered))
+    arms.run(arm, turns)
+    arms.run(arm, turns)
+    read = [parse_hints(dict(hints), 9) for hints in told]
+    assert not any(hints.rejected for hints in read)
+    assert len(read) == 3 * len(turns)
+    runs = [{hints.client for hints in read[start : start + 2]} for start in (0, 2, 4)]
+    assert all(len(run) == 1 for run in runs), "requests of one run teach each other"
+    assert len(set.union(*runs)) == 3 and "" not in set.union(*runs)
 
 
 def test_an_arm_in_which_the_store_did_not_answer_is_run_again(

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from backhaul.benchmarks.reuse import run as real_run
 from backhaul.benchmarks.reuse.contents import Contents
 from backhaul.benchmarks.reuse.matrix import (
     Matrix,
@@ -22,6 +23,7 @@ from backhaul.benchmarks.reuse.matrix import (
 )
 from backhaul.benchmarks.reuse.real import arm_result, store_settings
 from backhaul.benchmarks.reuse.record import (
+    NO_POLICY,
     Arm,
     ArmResult,
     Budget,
@@ -34,10 +36,12 @@ from backhaul.benchmarks.reuse.run import Settings, keep_to_settings, results_fi
 from backhaul.benchmarks.reuse.trace import Span, Turn
 from backhaul.benchmarks.reuse.waves import waves
 from backhaul.benchmarks.reuse.workloads import Sizes, workload
-from backhaul.deploy.bench_command import parse_budget
+from backhaul.deploy.bench_command import POLICIES, parse_budget
 from backhaul.deploy.console import Console
 from backhaul.protocols.checkpoint import CheckpointKind
 from backhaul.protocols.errors import ConfigError
+from backhaul.protocols.options import Options, Policy
+from backhaul.transfer.daemon.settings import parse_byte_rate, parse_bytes
 
 MATRIX = Matrix(
     policies=("none", "main_sparse", "both"),
@@ -168,6 +172,53 @@ def test_a_run_that_was_cut_off_goes_on_and_ends_with_every_arm_once(tmp_path: P
         assert asked == [one.request for one in turns], "arms of one repeat replay the same turns"
 
 
+def test_repeats_and_seeds_draw_other_turns(tmp_path: Path) -> None:
+    arms = [arm for arm in planned(MATRIX) if arm.workload == "branching"][::6]
+    assert [arm.repeat for arm in arms] == [0, 0, 1, 1, 2, 2]
+    asked: dict[int, list[list[Turn]]] = {}
+    for seed in (0, 10):
+        seen = asked.setdefault(seed, [])
+
+        def run(arm: Arm, turns: Sequence[Turn], seen: list[list[Turn]] = seen) -> list[Result]:
+            seen.append(list(turns))
+            return _lines(arm, turns)
+
+        path = results_file(tmp_path / str(seed))
+        console = Console(file=io.StringIO())
+        run_arms(console, arms, Sizes(conversations=1, turns=1), path, run, seed=seed)
+    drawn = [turns for seen in asked.values() for turns in seen]
+    assert drawn[0::2] == drawn[1::2], "arms of one repeat replay the same turns"
+    assert all(a != b for i, a in enumerate(drawn[::2]) for b in drawn[::2][:i])
+
+
+def test_publications_of_real_arms_come_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else an admission budget would weigh the first streamed block and let in the rest unasked."""
+    given: list[Options] = []
+
+    def pair(*_: object, options: dict[str, object], **__: object) -> None:
+        given.append(msgspec.convert({"store": "x", **options}, Options))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(real_run, "Pair", pair)
+    monkeypatch.setattr(real_run, "build_tiny_model", lambda path: path)
+    with pytest.raises(KeyboardInterrupt):
+        real_run.run_matrix(
+            Console(file=io.StringIO()),
+            MATRIX,
+            Sizes(),
+            directory=tmp_path / "results",
+            cache_dir=tmp_path,
+            concurrency=2,
+        )
+    assert [options.stream_ahead for options in given] == [False]
+
+
+def test_every_policy_is_compared_unless_some_are_named() -> None:
+    assert set(POLICIES) == {NO_POLICY, *Policy}
+
+
 def test_a_directory_that_cannot_be_used_is_one_line(tmp_path: Path) -> None:
     taken = tmp_path / "file"
     taken.write_text("")
@@ -182,6 +233,7 @@ def test_results_of_other_sizes_are_not_mixed(tmp_path: Path) -> None:
     for other, name in (
         (Settings(sizes=Sizes(user=7), concurrency=2), "user 200, this run has 7"),
         (Settings(sizes=Sizes(), concurrency=3), "concurrency 2, this run has 3"),
+        (Settings(sizes=Sizes(), concurrency=2, seed=9), "seed 0, this run has 9"),
     ):
         with pytest.raises(ConfigError, match=name):
             keep_to_settings(tmp_path, other)
@@ -214,13 +266,31 @@ def test_unreadable_budgets_are_refused_in_one_line(text: str) -> None:
 
 def test_a_store_gets_what_its_arm_allows() -> None:
     arm = planned(MATRIX)[0]
+    arm = msgspec.structs.replace(arm, eviction="marconi", budget_bytes=1 << 20)
     settings = {
-        budget: store_settings(msgspec.structs.replace(arm, budget=budget, budget_bytes=1 << 20))
-        for budget in Budget
+        budget: store_settings(msgspec.structs.replace(arm, budget=budget)) for budget in Budget
     }
-    assert settings[Budget.CAPACITY]["capacity"] == str(1 << 20)
-    assert settings[Budget.UNLIMITED]["capacity"] == settings[Budget.ADMITTED]["capacity"]
-    assert settings[Budget.ADMITTED]["args"] != settings[Budget.UNLIMITED]["args"]
+    evicts = "--eviction=marconi"
+    assert settings == {
+        Budget.UNLIMITED: {"capacity": "1GiB", "args": [evicts]},
+        Budget.CAPACITY: {"capacity": "1048576", "args": [evicts]},
+        Budget.ADMITTED: {
+            "capacity": "1GiB",
+            # What 1,000 tokens earn, per token; what 2,000 earn at once.
+            "args": [
+                *(evicts, "--admission=budget"),
+                *("--admit-per-token=1048.576", "--admit-burst=2097152"),
+            ],
+        },
+    }
+
+
+@given(st.integers(1000, 1 << 50))
+def test_a_budget_is_admitted_to_the_byte(nbytes: int) -> None:
+    arm = msgspec.structs.replace(planned(MATRIX)[0], budget=Budget.ADMITTED, budget_bytes=nbytes)
+    args = dict(arg.removeprefix("--").split("=") for arg in store_settings(arm)["args"])
+    assert round(parse_byte_rate(args["admit-per-token"]) * 1000) == nbytes
+    assert parse_bytes(args["admit-burst"]) == 2 * nbytes
 
 
 def test_an_arm_s_line_is_the_books_of_store_and_engines() -> None:
@@ -228,8 +298,13 @@ def test_an_arm_s_line_is_the_books_of_store_and_engines() -> None:
     books = {
         "backhaul:store_logical_ends_total{kind=decode_end}": 5.0,
         "backhaul:store_duplicate_ends_total{kind=decode_end}": 2.0,
-        "backhaul:checkpoints_published_total{kind=decode_end}": 3.0,
-        "backhaul:published_state_bytes_total{kind=decode_end}": 300.0,
+        # Engines published a checkpoint for both of its ends, and another one twice.
+        "backhaul:checkpoints_published_total{kind=decode_end}": 4.0,
+        "backhaul:checkpoints_published_total{kind=input_end}": 1.0,
+        "backhaul:published_state_bytes_total{kind=decode_end}": 400.0,
+        "backhaul:published_state_bytes_total{kind=input_end}": 100.0,
+        "backhaul:store_retained_checkpoints{kind=decode_end}": 2.0,
+        "backhaul:store_retained_state_bytes{kind=decode_end}": 200.0,
         "backhaul:store_evicted_checkpoints_total{kind=decode_end}": 1.0,
         "backhaul:store_evicted_state_bytes_total{kind=decode_end}": 100.0,
         "backhaul:store_evictions_total{reason=capacity}": 2.0,

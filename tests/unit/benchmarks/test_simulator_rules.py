@@ -236,6 +236,22 @@ def test_prefills_lookups_are_traffic_to_admission(monkeypatch: pytest.MonkeyPat
     assert sorted(credited) == sorted(expected), "without the token handed over and the last one"
 
 
+def test_a_request_whose_lease_ran_out_in_the_queue_is_no_further_traffic(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    credited: list[int] = []
+    monkeypatch.setattr(AdmitAll, "credit", lambda _, tokens: credited.append(tokens))
+    trace = [
+        Turn(request=f"r{i}", prompt=(Span(f"p{i}", 0, 10 * B),), output=(Span(f"o{i}", 0, 5),))
+        for i in range(4)
+    ]
+    slow = msgspec.structs.replace(ALONE, step_s=60.0)
+    _, _, simulator = run(trace, deployment=slow)
+    assert simulator.store is not None
+    assert simulator.store.index.counters["lookups"] > len(trace), "nobody waited too long"
+    assert credited == [9 * B] * len(trace)
+
+
 def test_boundaries_find_what_was_supplied_and_what_the_parser_keeps() -> None:
     """A loop's message outlives it, a kept reply comes back, dropped control text does not."""
     tool_loop = workload("tool_loop", SMALL)
@@ -333,10 +349,33 @@ def test_an_impossible_deployment_is_named(field: str) -> None:
 
 
 @pytest.mark.parametrize("name", PRESETS)
+def test_a_worker_s_bytes_are_those_of_all_its_ranks(name: str) -> None:
+    """Attention that lies whole on every rank takes its room on each of them."""
+    shape = preset(name)
+    prompt = (Span("p", 0, 20 * shape.grid),)
+    again = (*prompt, Span("more", 0, 10))
+    trace = [
+        Turn(request=name, arrival_s=1e5 * number, prompt=content, output=(Span(name, 0, 5),))
+        for number, (name, content) in enumerate((("a", prompt), ("b", again)))
+    ]
+    hits = []
+    for pages in (10, 40):
+        deployment = Deployment(
+            prefill_workers=1,
+            routing=Routing.STICKY,
+            local_bytes=pages * shape.kv_bytes * shape.grid * shape.state_ranks,
+        )
+        experiment = Experiment(workload="w", shape=shape, deployment=deployment, policy=None)
+        hits.append(Simulator(experiment).run(trace)[0][1].hit_tokens)
+    assert hits == [0, 19 * shape.grid], "20 blocks and a state fit 40 pages and not 10"
+
+
+@pytest.mark.parametrize("name", PRESETS)
 def test_a_state_fits_the_page_of_one_block(name: str) -> None:
     shape = preset(name)
-    assert shape.state_bytes <= shape.state_pages * shape.block_bytes
-    assert shape.grid % 16 == 0 and shape.source and shape.assumed
+    assert shape.state_bytes <= shape.state_pages * shape.page_bytes
+    assert shape.grid % 16 == 0 and shape.source
+    assert bool(shape.assumed) is (shape.state_ranks > 1), "what a worker's ranks share is assumed"
     assert shape.prefill_flops(0, 100) == pytest.approx(
         shape.prefill_flops(0, 40) + shape.prefill_flops(40, 100)
     )
@@ -351,8 +390,10 @@ def test_the_documentation_gives_the_presets_and_the_defaults() -> None:
     page = (Path(__file__).parents[3] / "docs" / "reuse.md").read_text()
     for shape in PRESETS.values():
         row = next(line for line in page.splitlines() if line.startswith(f"| `{shape.name}`"))
-        assert f"| {shape.kv_bytes:,} B |" in row and row.endswith(f"| {shape.grid:,} |")
-        assert format_bytes(shape.state_bytes) in row
+        kv_bytes, state, grid, flops = (text.strip() for text in row.strip("|").split("|")[1:])
+        assert kv_bytes == f"{shape.kv_bytes:,} B" and grid == f"{shape.grid:,}"
+        assert state == format_bytes(shape.state_bytes)
+        assert float(flops) == float(f"{shape.prefill_flops(0, 1):.3g}"), shape.name
     default = Deployment()
     rows = [line for line in page.splitlines() if line.startswith("| `")]
     for name in (f for f in default.__struct_fields__ if f not in ("routing", "handed_tokens")):

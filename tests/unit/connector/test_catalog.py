@@ -1,7 +1,8 @@
-"""What an engine owes a store that does not answer."""
+"""What an engine owes a store that does not answer, and what a slow answer may cost."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any, cast
@@ -10,12 +11,20 @@ import pytest
 
 from backhaul.connector import catalog as module
 from backhaul.connector.catalog import Catalog
-from backhaul.protocols.checkpoint import LeaseId
+from backhaul.protocols.checkpoint import (
+    CheckpointKind,
+    CheckpointMatch,
+    DomainId,
+    LeaseId,
+    Reason,
+)
 from backhaul.protocols.domain import DomainRecord
 from backhaul.protocols.errors import StoreError, StoreRejected, StoreUnavailable
+from backhaul.protocols.layout import CacheLayout, GroupKind, GroupLayout
 from backhaul.protocols.options import Options
+from backhaul.protocols.sharding import Part, Rows
 from backhaul.transfer.backends.rpc import StoreTimeout
-from backhaul.transfer.base import Store
+from backhaul.transfer.base import LookupResult, Store
 
 
 class StandingStore:
@@ -124,3 +133,95 @@ def test_nothing_is_repeated_after_the_end(made: list[Catalog]) -> None:
         time.sleep(0.001)
     catalog.close()
     assert settled(store) <= 2
+
+
+class TwoDomains:
+    """Answers for its own domain at once; about another one it takes as long as it is told to."""
+
+    def __init__(self, own: LookupResult) -> None:
+        self.own = own
+        self.hang, self.asked = threading.Event(), threading.Event()
+        self.timeouts: list[float] = []
+        self.released: list[LeaseId] = []
+
+    def open_domain(self, record: DomainRecord, *, timeout_s: float) -> DomainId:
+        return record.domain_id
+
+    def lookup(self, domain: DomainId, hashes: Any, **more: Any) -> LookupResult:
+        if not more.get("follow_up"):
+            return self.own
+        self.timeouts.append(more["timeout_s"])
+        self.asked.set()
+        self.hang.wait(60)
+        return LookupResult(matches=(match(3, consumable=True),), lease=LeaseId("theirs"))
+
+    def domain_record(self, domain: DomainId, *, timeout_s: float) -> DomainRecord:
+        self.timeouts.append(timeout_s)
+        return make_record(2)
+
+    def release(self, leases: list[LeaseId], *, timeout_s: float) -> None:
+        self.released += leases
+
+
+def make_record(ranks: int) -> DomainRecord:
+    group = GroupLayout(
+        index=0, kind=GroupKind.FULL, block_tokens=16, page=(Rows(1, (Part(2, 8),)),),
+        page_bytes=16 // ranks,
+    )  # fmt: skip
+    return DomainRecord(
+        model="m", weights="w", hash_function="sha256", hash_probe="00", kv_dtype="bfloat16",
+        layout=CacheLayout(groups=(group,), hash_tokens=16, ranks=ranks), platform="cpu",
+        tensor_parallel=ranks, vllm="0.32",
+    )  # fmt: skip
+
+
+def match(blocks: int, *, consumable: bool) -> CheckpointMatch:
+    return CheckpointMatch(
+        boundary=16 * blocks, kinds=(CheckpointKind.DECODE_END,), consumable=consumable,
+        reason=None if consumable else Reason.DOMAIN_MISMATCH,
+        domain=DomainId("") if consumable else make_record(2).domain_id,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_one_s_own_answer_survives_another_domain_that_is_slow(
+    made: list[Catalog], own: bool
+) -> None:
+    matches = (match(3, consumable=False), *((match(1, consumable=True),) if own else ()))
+    lease = LeaseId("ours") if own else None
+    store, clock = TwoDomains(LookupResult(matches=matches, lease=lease)), Clock()
+    options = Options(store="backhaul://x:1")
+    catalog = Catalog(cast(Store, store), make_record(1), options, clock)
+    made.append(catalog)
+    catalog.start("r", [b"a", b"b", b"c"])
+    assert store.asked.wait(60)
+    assert catalog.poll("r") is None
+    clock.now = options.lookup_timeout_s + options.publication_wait_s
+    answer = catalog.poll("r")
+    assert answer is not None and answer.foreign is None and answer.reason is None
+    assert [m.boundary for m in answer.result.matches if m.consumable] == [16] * own
+    assert catalog.poll("r") is answer
+    store.hang.set()
+    while catalog.open_leases != own or store.released != ["theirs"]:
+        time.sleep(0.001)
+    if own:
+        assert catalog.take("r") == "ours"
+
+
+def test_other_domains_get_what_is_left_of_a_lookup_s_time(made: list[Catalog]) -> None:
+    store, clock = TwoDomains(LookupResult(matches=(match(3, consumable=False),))), Clock()
+    store.hang.set()
+    options = Options(store="backhaul://x:1", lookup_timeout_s=50, publication_wait_s=10)
+    catalog = Catalog(cast(Store, store), make_record(1), options, clock)
+    made.append(catalog)
+    asked = store.lookup
+
+    def slow(domain: DomainId, hashes: Any, **more: Any) -> LookupResult:
+        clock.now += 0 if more.get("follow_up") else 59.0
+        return asked(domain, hashes, **more)
+
+    store.lookup = slow  # type: ignore[method-assign]
+    catalog.start("r", [b"a"])
+    while catalog.poll("r") is None:
+        time.sleep(0.001)
+    assert store.timeouts and all(left < 1.0 for left in store.timeouts)

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
@@ -20,8 +21,15 @@ pytest.importorskip("vllm")
 import torch
 
 from backhaul.connector.catalog import Catalog
-from backhaul.connector.messages import BlockRef, LoadJob, PublishJob, StepMetadata
+from backhaul.connector.messages import (
+    BlockRef,
+    LoadJob,
+    PublishJob,
+    StepMetadata,
+    WorkerReport,
+)
 from backhaul.connector.worker import WorkerHalf
+from backhaul.protocols.candidates import Limits, tag_candidates
 from backhaul.protocols.checkpoint import (
     CheckpointKind,
     CheckpointManifest,
@@ -29,6 +37,7 @@ from backhaul.protocols.checkpoint import (
     DomainId,
     LeaseId,
     ObjectKey,
+    PassedOver,
     PublicationId,
     Reason,
 )
@@ -45,7 +54,11 @@ BLOCKS, TOKENS, KERNEL_BLOCKS = 6, 8, 2
 HEADS, CONTENT = 4, 10
 UNIT = 6  # bytes per head of a state
 PADDING = 32  # bytes after each state
-ATTENTION = (Rows(1, (Part(HEADS, TOKENS * CONTENT * 2),)),)
+ATTENTION = {
+    **dict.fromkeys(("LBHNC", "BLHNC"), (Rows(1, (Part(HEADS, TOKENS * CONTENT * 2),)),)),
+    **dict.fromkeys(("LBNHC", "BLNHC"), (Rows(TOKENS, (Part(HEADS, CONTENT * 2),)),)),
+}
+"""A page of attention by vLLM's name of the order of its dimensions."""
 STATE = (Rows(2, (Part(HEADS, UNIT), Part(2 * HEADS, UNIT))), Rows(1, (Part(HEADS, 3 * UNIT),)))
 NUMBERS = {"s": 0, "a": 1, "t": 2, "b": 3, "c": 4}
 LAYERS = ("a", "b", "c"), ("s", "t")
@@ -79,7 +92,7 @@ def held(stages: int, stage: int) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(name for name in group if NUMBERS[name] in numbers) for group in LAYERS)
 
 
-def record(tensor: int, stages: int = 1) -> DomainRecord:
+def record(tensor: int, stages: int = 1, kv_layout: str = "LBHNC") -> DomainRecord:
     names = held(stages, 0)
     groups = tuple(
         GroupLayout(
@@ -88,35 +101,47 @@ def record(tensor: int, stages: int = 1) -> DomainRecord:
             page_bytes=page_bytes(page, tensor),
         )
         for index, (kind, page) in enumerate(
-            ((GroupKind.FULL, ATTENTION), (GroupKind.RECURRENT, STATE))
+            ((GroupKind.FULL, ATTENTION[kv_layout]), (GroupKind.RECURRENT, STATE))
         )
     )  # fmt: skip
     return DomainRecord(
         model="m", weights="w",
         layout=CacheLayout(groups=groups, hash_tokens=TOKENS, ranks=tensor * stages),
-        hash_function="sha256", hash_probe="00", kv_dtype="bfloat16", kv_layout="LBHNC",
+        hash_function="sha256", hash_probe="00", kv_dtype="bfloat16", kv_layout=kv_layout,
         platform="cpu", tensor_parallel=tensor, pipeline_parallel=stages, vllm="0.32",
         pipeline_layers=",".join(map(str, CUTS[stages])) if stages > 1 else "",
     )  # fmt: skip
+
+
+def attention_caches(names: Sequence[str], heads: int, kv_layout: str) -> dict[str, torch.Tensor]:
+    """Tensors (blocks, heads, tokens, content) of layers, as views of memory in another order."""
+    sizes = {
+        "L": len(names), "B": BLOCKS * KERNEL_BLOCKS, "H": heads, "N": TOKENS // KERNEL_BLOCKS,
+        "C": CONTENT,
+    }  # fmt: skip
+    memory = torch.zeros(*(sizes[one] for one in kv_layout), dtype=torch.bfloat16)
+    view = memory.permute(*(kv_layout.index(one) for one in "LBHNC"))
+    return dict(zip(names, view, strict=True))
 
 
 class Rank:
     """One worker with its cache tensors."""
 
     def __init__(
-        self, pool: InProcessPool, tensor: int, rank: int, stages: int = 1, **options: Any
+        self,
+        pool: InProcessPool,
+        tensor: int,
+        rank: int,
+        stages: int = 1,
+        kv_layout: str = "LBHNC",
+        **options: Any,
     ) -> None:
-        self.tensor, self.domain = tensor, record(tensor, stages)
+        self.tensor, self.domain = tensor, record(tensor, stages, kv_layout)
         stage, self.tensor_rank = divmod(rank, tensor)
         self.names = held(stages, stage)
-        heads = HEADS // tensor
-        self.caches: dict[str, torch.Tensor] = {
-            name: torch.zeros(
-                BLOCKS * KERNEL_BLOCKS, heads, TOKENS // KERNEL_BLOCKS, CONTENT,
-                dtype=torch.bfloat16,
-            )
-            for name in self.names[0]
-        }  # fmt: skip
+        self.caches: dict[str, torch.Tensor] = attention_caches(
+            self.names[0], HEADS // tensor, kv_layout
+        )
         size = page_bytes(STATE, tensor)
         for name in self.names[1]:
             padded = torch.zeros(BLOCKS, 1, 1, size + PADDING, dtype=torch.int8)
@@ -167,7 +192,7 @@ def values(name: str, *shape: int) -> torch.Tensor:
     count = TOKENS // KERNEL_BLOCKS if -1 in shape else 1
     for n in known:
         count *= n
-    generator = torch.Generator().manual_seed(sum(name.encode()) * 1009)
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     return torch.randint(-120, 120, (count,), generator=generator).view(*shape)
 
 
@@ -182,28 +207,35 @@ def pool() -> InProcessPool:
     return InProcessPool(1 << 20)
 
 
+def publish(one: Rank) -> None:
+    """Fill a rank's pages, publish the checkpoint from there, and end the rank."""
+    manifest = CheckpointManifest(
+        boundary=BOUNDARY, hashes=HASHES, kinds=(CheckpointKind.DECODE_END,)
+    )
+    one.half._store.open_domain(one.domain, timeout_s=1)
+    one.fill()
+    job = PublishJob(1, PublicationId("p"), one.domain.domain_id, BLOCK_REFS, manifest)
+    assert one.half._publish(job).ok
+    one.half.shutdown()
+
+
 @pytest.fixture
 def published(pool: InProcessPool, request: pytest.FixtureRequest) -> Iterator[Size]:
     """All ranks of one size publish the checkpoint; answers the size."""
     size: Size = request.param
-    ranks = [Rank(pool, size.tensor, i, size.stages) for i in range(size.tensor * size.stages)]
-    manifest = CheckpointManifest(
-        boundary=BOUNDARY, hashes=HASHES, kinds=(CheckpointKind.DECODE_END,)
-    )
-    job = PublishJob(1, PublicationId("p"), record(*size).domain_id, BLOCK_REFS, manifest)
-    for one in ranks:
-        one.half._store.open_domain(one.domain, timeout_s=1)
-        one.fill()
-        assert one.half._publish(job).ok
+    for rank in range(size.tensor * size.stages):
+        publish(Rank(pool, size.tensor, rank, size.stages))
     yield size
-    for one in ranks:
-        one.half.shutdown()
 
 
 def look_up(pool: InProcessPool, ours: DomainRecord, **options: Any) -> Any:
+    options = {"lookup_timeout_s": 60.0} | options
     catalog = Catalog(InProcessStore(pool), ours, Options(store="inprocess://", **options))
+    catalog.start("r", list(HASHES))
     try:
-        return catalog._lookup(list(HASHES))
+        while (answer := catalog.poll("r")) is None:
+            time.sleep(0.001)
+        return answer
     finally:
         catalog.close()
 
@@ -242,7 +274,8 @@ def test_loaded_pages_are_those_of_the_unsharded_state(
 def test_only_the_ranks_that_hold_a_part_are_read(pool: InProcessPool, published: Size) -> None:
     one = Rank(pool, 4, 3)
     result = load(one, look_up(pool, record(4)))
-    assert result.nbytes == 3 * 3 * page_bytes(ATTENTION, 2) + 2 * page_bytes(STATE, 2)
+    attention = page_bytes(ATTENTION["LBHNC"], 2)
+    assert result.nbytes == 3 * 3 * attention + 2 * page_bytes(STATE, 2)
     one.half.shutdown()
 
 
@@ -339,7 +372,7 @@ def test_of_several_domains_the_one_that_reaches_furthest_is_asked(
     hold(pool, shallow, 2)
     answer = look_up(pool, record(4))
     assert answer.foreign.record.domain_id == furthest
-    assert [(m.boundary, m.domain) for m in answer.result.matches if m.consumable] == [
+    assert [(m.boundary, m.domain) for m in answer.result.matches if m.leased] == [
         (3 * TOKENS, furthest)
     ]
 
@@ -371,6 +404,104 @@ def test_a_domain_that_cannot_be_asked_leaves_the_next_one(
     answer = look_up(pool, record(4))
     assert answer.foreign.record.domain_id == next_one
     assert max(m.boundary for m in answer.result.matches if m.consumable) == 2 * TOKENS
+    assert [m.reason for m in answer.result.matches if not m.consumable] == [Reason.UNREACHABLE]
+
+
+def test_a_checkpoint_that_is_gone_when_it_is_asked_for_is_evicted(
+    pool: InProcessPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    furthest = hold(pool, 1, 3)
+    lookup = InProcessStore.lookup
+
+    def late(store: InProcessStore, domain: DomainId, *args: Any, **more: Any) -> LookupResult:
+        return LookupResult() if domain == furthest else lookup(store, domain, *args, **more)
+
+    monkeypatch.setattr(InProcessStore, "lookup", late)
+    answer = look_up(pool, record(4))
+    assert answer.foreign is None
+    (match,) = answer.result.matches
+    assert (match.reason, match.retained, match.hash_matched) == (Reason.EVICTED, False, False)
+
+
+@pytest.mark.parametrize("own", [1, 3])
+def test_what_could_be_converted_and_is_not_needed_is_consumable_and_never_loaded(
+    pool: InProcessPool, own: int
+) -> None:
+    """Beside one's own deeper one, and in a second domain beside a first one's deeper one."""
+    ours = record(4)
+    held = {hold(pool, 4, own), hold(pool, 2, 3 if own == 1 else 2), hold(pool, 1, 2)}
+    answer = look_up(pool, ours)
+    assert len(held) == 3
+    by_boundary = {m.boundary // TOKENS: m for m in answer.result.matches}
+    assert all(m.consumable and m.reason is None for m in by_boundary.values())
+    assert by_boundary.keys() == ({1, 2, 3} if own == 1 else {2, 3})
+    over = by_boundary[2]
+    assert over.domain in held - {ours.domain_id}
+    leased = {m.boundary // TOKENS for m in by_boundary.values() if m.leased}
+    assert leased == ({1, 3} if own == 1 else {3})
+    limits = Limits(local_tokens=0, limit_tokens=3 * TOKENS)
+    tagged = {c.boundary: c for c in tag_candidates(answer.result.matches, 3 * TOKENS, limits)}
+    assert tagged[2 * TOKENS].passed_over is PassedOver.SHALLOWER
+
+
+@pytest.mark.parametrize("published", [Size(2)], indirect=True)
+@pytest.mark.parametrize("unlike", [{"page": ()}, {"interior": "other"}, {"page_bytes": 1}])
+def test_a_worker_whose_layers_differ_converts_nothing_and_says_so_once(
+    pool: InProcessPool, published: Size, unlike: dict[str, Any]
+) -> None:
+    """The scheduler half was told of one layer only."""
+    one = Rank(pool, 1, 0)
+    empty = one.contents()
+    first, *others = one.domain.layout.groups
+    groups = (msgspec.structs.replace(first, **unlike), *others)
+    one.half._layout = msgspec.structs.replace(one.domain.layout, groups=groups)
+    one.half.submit(StepMetadata(domain=one.domain))
+    result = load(one, look_up(pool, record(1)))
+    assert not result.ok and one.contents() == empty
+    reports = [one.half.take_report() for _ in range(2)]
+    assert reports[0] is not None and reports[0].cannot_convert and reports[1] is None
+    plain = WorkerReport([])
+    assert plain.aggregate(reports[0]).aggregate(plain).cannot_convert  # type: ignore[attr-defined]
+    one.half.shutdown()
+
+
+@pytest.mark.parametrize("published", [Size(2)], indirect=True)
+def test_once_a_worker_cannot_convert_nothing_of_other_domains_is_offered(
+    pool: InProcessPool, published: Size
+) -> None:
+    options = Options(store="inprocess://", lookup_timeout_s=60)
+    catalog = Catalog(InProcessStore(pool), record(1), options)
+    found = []
+    for name in ("before", "after"):
+        catalog.start(name, list(HASHES))
+        while (answer := catalog.poll(name)) is None:
+            time.sleep(0.001)
+        found.append(answer)
+        catalog.stop_converting()
+    catalog.close()
+    assert [m.consumable for m in found[0].result.matches] == [True]
+    (match,) = found[1].result.matches
+    assert (match.reason, match.field) == (Reason.DOMAIN_MISMATCH, "tensor_parallel")
+    assert found[1].foreign is None
+
+
+@pytest.mark.parametrize("kv_layout", list(ATTENTION))
+@pytest.mark.parametrize(("theirs", "ours"), [(1, 2), (4, 1)])
+def test_pages_are_put_together_in_any_order_of_their_dimensions(
+    pool: InProcessPool, kv_layout: str, theirs: int, ours: int
+) -> None:
+    domain = record(theirs, 1, kv_layout)
+    for rank in range(theirs):
+        publish(Rank(pool, theirs, rank, kv_layout=kv_layout))
+    answer = look_up(pool, record(ours, 1, kv_layout))
+    assert answer.foreign is not None and answer.foreign.record == domain
+    for rank in range(ours):
+        one, expected = (Rank(pool, ours, rank, kv_layout=kv_layout) for _ in range(2))
+        expected.fill()
+        assert load(one, answer).ok
+        assert one.contents() == expected.contents()
+        one.half.shutdown()
+        expected.half.shutdown()
 
 
 @pytest.mark.parametrize("own", [0, 1])
@@ -391,6 +522,22 @@ def test_a_lookup_that_goes_on_in_another_domain_counts_once(
         assert after[name] - before[name] == 1, name
     assert after["candidates_known"] - before["candidates_known"] == 1 + own
     assert credited == [3 * TOKENS]
+
+
+@pytest.mark.parametrize("published", [Size(2)], indirect=True)
+def test_a_request_that_asks_again_is_counted_as_traffic_once(
+    pool: InProcessPool, published: Size, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    credited: list[int] = []
+    monkeypatch.setattr(pool.index.admission, "credit", credited.append)
+    catalog = Catalog(InProcessStore(pool), record(2), Options(store="inprocess://"))
+    for repeat in (False, True):
+        catalog.start("r", list(HASHES), repeat=repeat)
+        while catalog.poll("r") is None:
+            pass
+        catalog.drop("r")
+    catalog.close()
+    assert len(credited) == 1
 
 
 def test_loads_that_need_no_conversion_do_not_wait_for_those_that_do(

@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Iterator
 from copy import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,12 +28,17 @@ from vllm.config import (
     SchedulerConfig,
     SpeculativeConfig,
     VllmConfig,
+    set_current_vllm_config,
 )
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
+from vllm.model_executor.layers.rotary_embedding.phi3_long_rope_scaled_rope import (
+    Phi3LongRoPEScaledRotaryEmbedding,
+)
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import (
@@ -42,12 +48,15 @@ from vllm.v1.kv_cache_interface import (
     KVQuantMode,
     MambaSpec,
     RSWASpec,
+    SinkFullAttentionSpec,
+    SlidingWindowMLASpec,
     UniformTypeKVCacheSpecs,
 )
 from vllm.v1.request import Request
 
 from backhaul.connector import fingerprints
-from backhaul.connector.engine import EngineFacts, engine_facts
+from backhaul.connector.conversion import unlike_groups
+from backhaul.connector.engine import EngineFacts, _draft_model, cache_layout, engine_facts
 from backhaul.protocols.checkpoint import (
     CheckpointKind,
     CheckpointManifest,
@@ -58,13 +67,17 @@ from backhaul.protocols.checkpoint import (
 from backhaul.protocols.comparison import Verdict, compare
 from backhaul.protocols.domain import DomainRecord, parse_domain
 from backhaul.protocols.errors import UnsupportedError
-from backhaul.protocols.layout import checkpoint_objects
+from backhaul.protocols.layout import CacheLayout, checkpoint_objects
 from backhaul.transfer.backends.inprocess import InProcessPool, InProcessStore
 from backhaul.transfer.base import GrantStatus, MemoryRegion, Store, WriteItem, Written
 from backhaul.transfer.index import BlockIndex
 
 BLOCK = 16
 TIMEOUT_S = 5.0
+LONG_ROPE = {
+    "rope_type": "longrope", "original_max_position_embeddings": 1024,
+    "short_factor": [1.0], "long_factor": [2.0],
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +111,18 @@ class Engine:
         self.eagle = False
 
     def facts(self) -> EngineFacts:
-        """As the connector reads them."""
+        """As the connector's scheduler half reads them."""
+        config = self.config()
+        told = kv_cache_utils.generate_scheduler_kv_cache_config([self.groups(config)])
+        return engine_facts(config, told)
+
+    def layout(self) -> CacheLayout:
+        """As its worker half reads it."""
+        config = self.config()
+        return cache_layout(config, self.groups(config))
+
+    def config(self) -> VllmConfig:
+        """vLLM's configuration, once the engine core has settled it."""
         config = VllmConfig(
             model_config=self.model,
             cache_config=CacheConfig(
@@ -124,7 +148,7 @@ class Engine:
         )
         config.speculative_config = self.speculative
         config.cache_config.kv_cache_layout = "LBHNC"
-        return engine_facts(config, self.groups(config))
+        return config
 
     def groups(self, config: VllmConfig) -> KVCacheConfig:
         """One attention and one recurrent group."""
@@ -403,54 +427,112 @@ def test_two_fp8_formats_that_are_stored_alike_differ(engine: Engine) -> None:
     assert records[0] == records[2], "vLLM's fp8 is e4m3"
 
 
+@pytest.mark.parametrize(
+    ("rope", "lengths", "values"),
+    [
+        (LONG_ROPE, (1024, 1025), ("longrope:short", "longrope:long")),
+        ({"full_attention": LONG_ROPE}, (512, 4096), ("longrope:short", "longrope:long")),
+        ({"rope_type": "dynamic", "factor": 2.0}, (512, 1024), ("dynamic:512", "dynamic:1024")),
+        ({"rope_type": "yarn", "factor": 2.0}, (512, 4096), ("", "")),
+    ],
+    ids=["LongRoPE", "LongRoPE by layer type", "dynamic NTK", "YaRN"],
+)
+def test_what_the_greatest_length_decides_is_told_apart(
+    engine: Engine, rope: dict[str, Any], lengths: tuple[int, int], values: tuple[str, str]
+) -> None:
+    """``--max-model-len`` is in no configuration of the model."""
+    records = []
+    engine.model.hf_config.rope_parameters = rope
+    for length in lengths:
+        engine.model = copy(engine.model)
+        engine.model.max_model_len = length
+        records.append(engine.facts().domain)
+    assert tuple(one.length_scaling for one in records) == values
+    assert compare(*records).field == ("length_scaling" if values[0] else "")
+
+
+def test_longrope_s_factors_are_those_that_vllm_takes(engine: Engine) -> None:
+    engine.model.hf_config.rope_parameters = LONG_ROPE
+    config = VllmConfig(model_config=engine.model)
+    for length in (1023, 1024, 1025):
+        engine.model.max_model_len = length
+        with set_current_vllm_config(config):
+            made = Phi3LongRoPEScaledRotaryEmbedding(
+                8, 8, 4096, 1024, 1e4, True, torch.float32, [1.0] * 4, [2.0] * 4
+            )
+        expected = "longrope:long" if made.use_long_rope else "longrope:short"
+        assert fingerprints.length_scaling(engine.model) == expected
+
+
+def test_llama_4_s_temperature_follows_the_length_unless_it_is_told(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        type(engine.model), "architectures", property(lambda self: ["Llama4ForCausalLM"])
+    )
+    found = []
+    for length, told in ((32_768, {}), (32_769, {}), (1024, {"attn_temperature_tuning": True})):
+        engine.model.max_model_len = length
+        engine.model.override_generation_config = told
+        found.append(fingerprints.length_scaling(engine.model))
+    assert found == ["temperature:plain", "temperature:tuned", "temperature:tuned"]
+
+
+def test_a_draft_of_another_quantisation_is_another_draft(engine: Engine) -> None:
+    """Its layers have KV too."""
+    load = SimpleNamespace(load_format="auto", download_dir=None)
+    names = []
+    for method in (None, "fp8"):
+        draft = copy(engine.model)
+        draft.quantization = method
+        speculative = SimpleNamespace(method="eagle", draft_model_config=draft)
+        names.append(_draft_model(speculative, engine.model, load))
+    assert len(set(names)) == 2
+
+
+def test_a_backend_that_is_not_known_ends_the_start(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two unknown ones must not pass for one."""
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise ValueError("no valid backend\nfor head size 7")
+
+    monkeypatch.setattr(selector, "get_attn_backend", fails)
+    with pytest.raises(UnsupportedError, match="--attention-backend") as refused:
+        engine.facts()
+    assert "head size 7" in str(refused.value) and "\n" not in str(refused.value)
+
+
 def test_spelling_out_the_default_is_no_difference(engine: Engine) -> None:
     implied = engine.facts().domain
     engine.cache |= {"cache_dtype": "bfloat16", "prefix_match_unit": BLOCK}
     assert engine.facts().domain == implied
 
 
-def test_groups_with_one_spec_per_layer_are_read_layer_by_layer(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("unlike", ["size", "order", "dtype"])
+def test_a_worker_reads_a_group_layer_by_layer(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, unlike: str
 ) -> None:
+    """vLLM tells the scheduler half the first layer's spec only."""
+    assert unlike_groups(engine.facts().layout, engine.layout()) == []
     plain = Engine.groups
+    other: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": 32,
+                             "dtype": torch.bfloat16}  # fmt: skip
+    other |= {"size": {"head_size": 64}, "order": {"num_kv_heads": 4, "head_size": 16},
+              "dtype": {"dtype": torch.float16}}[unlike]  # fmt: skip
 
     def uniform(self: Engine, config: VllmConfig) -> KVCacheConfig:
         made = plain(self, config)
         group = made.kv_cache_groups[0]
-        narrow = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=64,
-                                   dtype=torch.bfloat16)  # fmt: skip
-        specs = {"layer.0.attn": group.kv_cache_spec, "layer.1.attn": narrow}
+        specs = dict(
+            zip(group.layer_names, (group.kv_cache_spec, FullAttentionSpec(**other)), strict=True)
+        )
         group.kv_cache_spec = UniformTypeKVCacheSpecs(block_size=BLOCK, kv_cache_specs=specs)
         return made
 
-    before = engine.facts()
     monkeypatch.setattr(Engine, "groups", uniform)
-    after = engine.facts()
-    assert after.domain.kv_dtype == before.domain.kv_dtype == "bfloat16"
-    assert after.object_bytes[0] == before.object_bytes[0] // 2 * 3
-    assert compare(before.domain, after.domain).field == "layout.groups[0].interior"
-
-
-def test_which_layer_of_a_group_is_quantised_decides(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plain, records = Engine.groups, []
-    for first in (True, False):
-
-        def uniform(self: Engine, config: VllmConfig, first: bool = first) -> KVCacheConfig:
-            made = plain(self, config)
-            group = made.kv_cache_groups[0]
-            half = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=32,
-                                     dtype=torch.float16)  # fmt: skip
-            pair = (half, group.kv_cache_spec) if first else (group.kv_cache_spec, half)
-            specs = dict(zip(group.layer_names, pair, strict=True))
-            group.kv_cache_spec = UniformTypeKVCacheSpecs(block_size=BLOCK, kv_cache_specs=specs)
-            return made
-
-        monkeypatch.setattr(Engine, "groups", uniform)
-        records.append(engine.facts().domain)
-    assert records[0].kv_dtype == records[1].kv_dtype == "bfloat16, float16"
-    assert compare(*records).field == "layout.groups[0].interior"
+    assert unlike_groups(engine.facts().layout, engine.layout()) == [0]
 
 
 @pytest.mark.parametrize("algorithm", ["sha256", "sha256_cbor"])
@@ -492,21 +574,88 @@ def test_hashes_with_a_random_seed_are_told_apart(
     assert fingerprints.hash_probe("xxhash") == fingerprints.hash_probe("xxhash")
 
 
-def test_engines_that_cannot_take_part_are_refused(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+_ATTENTION: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": 32,
+                              "dtype": torch.bfloat16}  # fmt: skip
+
+
+def _other_attention(spec: Any) -> Change:
+    """Let the attention group be of another kind."""
+
+    def change(engine: Engine, patch: pytest.MonkeyPatch) -> None:
+        plain = Engine.groups
+
+        def groups(self: Engine, config: VllmConfig) -> KVCacheConfig:
+            made = plain(self, config)
+            made.kv_cache_groups[0].kv_cache_spec = spec
+            return made
+
+        patch.setattr(Engine, "groups", groups)
+
+    return change
+
+
+def _stage_without_a_layer(engine: Engine, patch: pytest.MonkeyPatch) -> None:
     plain = Engine.groups
 
-    def window_of_generated(self: Engine, config: VllmConfig) -> KVCacheConfig:
+    def groups(self: Engine, config: VllmConfig) -> KVCacheConfig:
         made = plain(self, config)
-        made.kv_cache_groups[0].kv_cache_spec = RSWASpec(
-            block_size=BLOCK, num_kv_heads=2, head_size=32, dtype=torch.bfloat16, rswa_window=32
-        )
+        made.kv_cache_groups[1].layer_names = []
         return made
 
-    monkeypatch.setattr(Engine, "groups", window_of_generated)
-    with pytest.raises(UnsupportedError, match="group 0 is a RSWASpec"):
-        engine.facts()
+    patch.setattr(Engine, "groups", groups)
+
+
+def _context_parallel(name: str) -> Change:
+    def change(engine: Engine, patch: pytest.MonkeyPatch) -> None:
+        plain = Engine.config
+
+        def config(self: Engine) -> VllmConfig:
+            made = plain(self)
+            made.parallel_config = copy(made.parallel_config)
+            setattr(made.parallel_config, name, 2)
+            return made
+
+        patch.setattr(Engine, "config", config)
+
+    return change
+
+
+REFUSED: dict[str, tuple[Change, str]] = {
+    "a window of what was generated": (
+        _other_attention(RSWASpec(**_ATTENTION, rswa_window=32)), "group 0 is a RSWASpec",
+    ),
+    "sink attention": (
+        _other_attention(SinkFullAttentionSpec(**_ATTENTION, sink_len=4)),
+        "group 0 is a SinkFullAttentionSpec",
+    ),
+    "a group outside prefix caching": (
+        _other_attention(
+            SlidingWindowMLASpec(**_ATTENTION, sliding_window=32, bounded_replay=True)
+        ),
+        r"groups \[0\] take no part in prefix caching",
+    ),
+    "a stage without a group's layer": (
+        _stage_without_a_layer, "group 1 has no layer on one of the pipeline stages",
+    ),
+    "decode over context": (
+        _context_parallel("decode_context_parallel_size"), "decode_context_parallel_size=2",
+    ),
+    "prefill over context": (
+        _context_parallel("prefill_context_parallel_size"), "prefill_context_parallel_size=2",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_engines_that_cannot_take_part_are_refused(
+    name: str, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In both halves: a worker fails at start as well."""
+    change, message = REFUSED[name]
+    change(engine, monkeypatch)
+    for read in (engine.facts, engine.layout):
+        with pytest.raises(UnsupportedError, match=message):
+            read()
 
 
 def test_a_digest_does_not_depend_on_the_process() -> None:

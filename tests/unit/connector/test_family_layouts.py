@@ -30,17 +30,22 @@ from vllm.config import (
 from vllm.model_executor.layers.mamba import mamba_mixer2, short_conv
 from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedDeltaNetAttention
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
-from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+from vllm.v1.core.kv_cache_utils import (
+    generate_scheduler_kv_cache_config,
+    get_kv_cache_configs,
+)
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheLayout,
+    KVQuantMode,
     MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from backhaul.connector.engine import EngineFacts, engine_facts
+from backhaul.connector.conversion import unlike_groups
+from backhaul.connector.engine import EngineFacts, cache_layout, engine_facts
 from backhaul.connector.regions import GroupRegions, memory_regions
 from backhaul.protocols.comparison import Verdict, compare
 from backhaul.protocols.errors import UnsupportedError
@@ -195,7 +200,12 @@ def cache(
     tensors = allocate_kv_cache(config, torch.device("cpu"), KVCacheLayout.LBHNC)
     for name, one in layers.items():
         one.bind_kv_cache(tensors[name])
-    return Cache(engine_facts(vllm_config, config), config, layers, tensors)
+    return Cache(told(vllm_config, config), config, layers, tensors)
+
+
+def told(vllm_config: VllmConfig, *workers: Any) -> EngineFacts:
+    """What the scheduler half reads, of which vLLM tells it less than its workers."""
+    return engine_facts(vllm_config, generate_scheduler_kv_cache_config(list(workers)))
 
 
 def read(regions: GroupRegions, block: int) -> bytes:
@@ -311,6 +321,80 @@ def test_align_mode_without_a_recurrent_layer_ends_the_start(vllm_config: VllmCo
         engine_facts(vllm_config, config)
 
 
+def attention(heads: int = 4, size: int = 128, **more: Any) -> FullAttentionSpec:
+    return FullAttentionSpec(
+        **{"block_size": BLOCK, "num_kv_heads": heads, "head_size": size, "dtype": torch.bfloat16}
+        | more
+    )
+
+
+UNLIKE: dict[str, tuple[FullAttentionSpec, FullAttentionSpec]] = {
+    "DeepSeek-V3.2 (MLA, indexer)": (
+        MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=576, dtype=torch.bfloat16),
+        MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=132, dtype=torch.uint8),
+    ),
+    "a draft of other heads in pages of the same size": (attention(), attention(8, 64)),
+    "a draft of other elements in pages of the same size": (
+        attention(), attention(dtype=torch.float16),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(UNLIKE))
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_group_of_unlike_layers_is_never_taken_for_one_of_its_first(
+    name: str, turned: bool, vllm_config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM tells the scheduler half the first layer's spec for all of them; its tensors show it."""
+    monkeypatch.setattr(vllm_config.cache_config, "mamba_cache_mode", "none")
+    pair = UNLIKE[name][::-1] if turned else UNLIKE[name]
+    layers = dict(zip(("model.layers.0.a", "model.layers.1.a"), pair, strict=True))
+    (config,) = get_kv_cache_configs(vllm_config, [layers], [256 * PAGE])
+    (alike,) = get_kv_cache_configs(vllm_config, [dict.fromkeys(layers, pair[0])], [256 * PAGE])
+    ours, theirs = (told(vllm_config, one).domain for one in (config, alike))
+    (group,) = ours.layout.groups
+    assert group.page == ()
+    described = bool(theirs.layout.groups[0].page)
+    assert described is (pair[0].num_kv_heads in (1, 4)), "as the model's heads are"
+    assert compare(ours, theirs).field == "layout.groups[0].interior"
+    assert unlike_groups(theirs.layout, cache_layout(vllm_config, config)) == [0]
+    assert unlike_groups(theirs.layout, cache_layout(vllm_config, alike)) == []
+
+
+def test_a_later_stage_whose_layers_differ_is_found_by_its_worker(
+    vllm_config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_config.cache_config, "mamba_cache_mode", "none")
+    parallel = copy.copy(vllm_config.parallel_config)
+    parallel.pipeline_parallel_size = parallel.world_size = 2
+    monkeypatch.setattr(vllm_config, "parallel_config", parallel)
+    monkeypatch.setattr(vllm_config.model_config, "get_total_num_hidden_layers", lambda: 4)
+    specs = [attention(), attention(), attention(), attention(8, 64)]
+    stages = [{f"model.layers.{i}.attn": specs[i] for i in part} for part in ((0, 1), (2, 3))]
+    first, second = get_kv_cache_configs(vllm_config, stages, [256 * PAGE] * 2)
+    layout = told(vllm_config, first, second).layout
+    assert unlike_groups(layout, cache_layout(vllm_config, second)) == [0]
+
+
+def test_which_layers_are_quantised_and_how_decides_also_beyond_the_first(
+    vllm_config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``--kv-cache-dtype-skip-layers``: objects of one size whose layers lie in other places."""
+    monkeypatch.setattr(vllm_config.cache_config, "mamba_cache_mode", "none")
+    coded = attention(dtype=torch.uint8, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR)
+    records = []
+    for dtype, skipped in (("fp8", 0), ("fp8_e4m3", 0), ("fp8_e5m2", 0), ("fp8", 1), ("fp8", 2)):
+        monkeypatch.setattr(vllm_config.cache_config, "cache_dtype", dtype)
+        layers = {
+            f"model.layers.{i}.attn": attention() if i == skipped else coded for i in range(3)
+        }
+        (config,) = get_kv_cache_configs(vllm_config, [layers], [256 * PAGE])
+        records.append(told(vllm_config, config).domain)
+    assert records[0] == records[1], "vLLM's fp8 is e4m3"
+    others = records[1:]
+    assert len({one.domain_id for one in others}) == len(others)
+
+
 @pytest.mark.parametrize("name", ["LFM2", "Gemma-3"])
 def test_groups_of_two_pipeline_stages_are_a_cut_of_the_single_one_s(
     name: str, vllm_config: VllmConfig, monkeypatch: pytest.MonkeyPatch
@@ -328,12 +412,14 @@ def test_groups_of_two_pipeline_stages_are_a_cut_of_the_single_one_s(
     (single,) = get_kv_cache_configs(vllm_config, [specs], [memory])
     stages = [{n: specs[n] for n in part} for part in (names[:half], names[half:])]
     first, second = get_kv_cache_configs(vllm_config, stages, [memory, memory])
-    one = engine_facts(vllm_config, single).domain
+    one = told(vllm_config, single).domain
     parallel = copy.copy(vllm_config.parallel_config)
     parallel.pipeline_parallel_size = parallel.world_size = 2
     monkeypatch.setattr(vllm_config, "parallel_config", parallel)
     monkeypatch.setattr(vllm_config.model_config, "get_total_num_hidden_layers", lambda: 2 * half)
-    two = engine_facts(vllm_config, first).domain
+    two = told(vllm_config, first, second).domain
+    for worker in (first, second):
+        assert unlike_groups(two.layout, cache_layout(vllm_config, worker)) == []
     assert two.pipeline_layers == f"{half},{half}"
     assert compare(one, two).verdict is compare(two, one).verdict is Verdict.CONVERTIBLE
     for index, group in enumerate(single.kv_cache_groups):

@@ -33,11 +33,12 @@ from vllm.v1.kv_cache_interface import (
     KVQuantMode,
     MambaSpec,
     MLAAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
 
-from backhaul.connector.pages import describe_page, with_kernel_blocks
-from backhaul.protocols.sharding import Page, conversion, convert, page_bytes
+from backhaul.connector.pages import describe_page, head_counts, with_kernel_blocks
+from backhaul.protocols.sharding import Page, Part, Rows, conversion, convert, page_bytes
 
 RANKS = (1, 2, 4, 8)
 LAYERS = 2
@@ -347,6 +348,41 @@ def test_a_latent_lies_on_every_rank() -> None:
     page = describe(spec, 4)
     assert page_bytes(page, 1) == page_bytes(page, 4) == spec.real_page_size_bytes
     assert [run.source for run in conversion(page, 4, 2, 1)] == [0]
+
+
+def test_what_vllm_declares_a_single_shard_lies_on_every_rank() -> None:
+    """As the windows over a latent do, which are no MLA spec."""
+    spec = SlidingWindowMLASpec(
+        block_size=BLOCK, num_kv_heads=1, head_size=64, dtype=torch.bfloat16, sliding_window=32,
+        max_tp_shards=1,
+    )  # fmt: skip
+    assert (
+        describe(spec, 4) == describe(spec, 1) == (Rows(1, (Part(1, spec.real_page_size_bytes),)),)
+    )
+
+
+@pytest.mark.parametrize(("total", "drafted"), [(2, 4), (4, 2), (2, 8), (8, 2)])
+@pytest.mark.parametrize("sources", RANKS)
+@pytest.mark.parametrize("ranks", RANKS)
+def test_a_draft_s_page_is_never_cut_by_the_target_s_heads(
+    total: int, drafted: int, sources: int, ranks: int
+) -> None:
+    """Both sides describe the draft's pages; where they agree, its shards convert to the byte."""
+    pages = {
+        n: describe(attention_spec(drafted, n), n, kv_heads=total, other_heads={total, drafted})
+        for n in (sources, ranks)
+    }
+    assert not all(pages.values())
+    target = describe(attention_spec(total, 1), 1, kv_heads=total, other_heads={total, drafted})
+    assert target == describe(attention_spec(total, 1), 1, kv_heads=total)
+
+
+def test_every_number_of_heads_that_a_configuration_names() -> None:
+    config = SimpleNamespace(
+        num_key_value_heads=8, num_global_key_value_heads=4, swa_num_key_value_heads=None,
+        num_key_value_heads_per_layer=[2, 8], num_attention_heads=32, linear_num_key_heads=16,
+    )  # fmt: skip
+    assert head_counts(config) == {2, 4, 8}
 
 
 UNKNOWN: dict[str, Callable[[], Page]] = {

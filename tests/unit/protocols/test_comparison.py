@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
@@ -22,6 +23,7 @@ from backhaul.protocols.comparison import (
 from backhaul.protocols.domain import DomainRecord
 from backhaul.protocols.layout import CacheLayout, GroupKind, GroupLayout
 from backhaul.protocols.sharding import Part, Rows, page_bytes
+from backhaul.protocols.stages import most_layers
 
 GROUPS = tuple(
     GroupLayout(
@@ -270,8 +272,9 @@ HALVES = (3, 3)
         (sharded(2), sharded(2, HALVES)),
         (sharded(2), sharded(1, HALVES)),
         (sharded(1), sharded(4, HALVES)),
+        (sharded(2, draft_model="ngram"), sharded(2, HALVES, draft_model="ngram")),
     ],
-    ids=["the same stages", "stages", "stages and ranks", "more of both"],
+    ids=["the same stages", "stages", "stages and ranks", "more of both", "drafts of no model"],
 )
 def test_stages_are_convertible_where_one_side_has_a_single_one(
     ours: DomainRecord, theirs: DomainRecord
@@ -281,6 +284,25 @@ def test_stages_are_convertible_where_one_side_has_a_single_one(
         assert (found.verdict, found.field) == (Verdict.CONVERTIBLE, "")
         causes = {cause.path for cause in found.causes}
         assert causes <= {"tensor_parallel", "pipeline_parallel"}
+
+
+@given(st.data())
+def test_no_stage_has_more_layers_to_convert_than_were_reckoned_with(data: st.DataObject) -> None:
+    """Whatever layers the stages hold that the scheduler half does not see."""
+    cut = tuple(data.draw(st.lists(st.integers(1, 6), min_size=2, max_size=4)))
+    numbers = sorted(data.draw(st.sets(st.integers(0, sum(cut) - 1), min_size=1)))
+    ends = list(itertools.accumulate(cut))
+    held = [
+        [n for n in numbers if start <= n < end]
+        for start, end in zip([0, *ends], ends, strict=False)
+    ]
+    whole = regrouped(sharded(2, (sum(cut),)), layers=len(numbers), numbers=tuple(numbers))
+    first = {"layers": len(held[0]), "numbers": tuple(held[0])}
+    stages, other_ranks = (regrouped(sharded(n, cut), **first) for n in (2, 4))
+    most = max(map(len, held))
+    assert most <= most_layers(stages, other_ranks, 0) <= max(cut)
+    for one, other in ((whole, stages), (stages, whole)):
+        assert most_layers(one, other, 0) == len(numbers)
 
 
 def regrouped(record: DomainRecord, **changes: Any) -> DomainRecord:

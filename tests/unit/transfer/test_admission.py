@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from index_kit import ATTENTION_BYTES, GRID, STATE_BYTES, Driver, keys_of
+from index_kit import ATTENTION_BYTES, GRID, STATE_BYTES, Driver, chain, keys_of
 
+from backhaul.protocols import store_pb2
 from backhaul.protocols.checkpoint import Reason
 from backhaul.protocols.errors import ConfigError
 from backhaul.transfer.admission import AdmitAll, AdmittedBytesBudget
@@ -54,6 +56,20 @@ def test_traffic_that_nobody_used_is_kept_up_to_the_burst() -> None:
     assert budget.admits(50) and not budget.admits(51)
     budget.credit(1000)
     assert budget.balance == 100
+
+
+def test_a_request_that_asks_again_is_no_further_traffic() -> None:
+    budget = AdmittedBytesBudget(1.0, 1000)
+    budget.charge(1000)
+    driver = Driver(admission=budget)
+    daemon = catalog.Catalog(driver.index, cast(Any, None), lambda: driver.now)
+    for repeat in (False, True, True):
+        request = store_pb2.LookupRequest(
+            domain_id=driver.domain, boundary_hashes=chain("abc"), repeat=repeat
+        )
+        asyncio.run(daemon.Lookup(request, None))
+    assert budget.balance == 3 * GRID
+    assert driver.index.counters["lookups"] == 3
 
 
 def test_lookups_earn_and_publications_spend() -> None:

@@ -9,6 +9,7 @@ from concurrent import futures
 from typing import Any
 
 import grpc
+import msgspec
 import pytest
 
 from backhaul.protocols import store_pb2, store_pb2_grpc
@@ -49,6 +50,7 @@ class FakeCatalog(store_pb2_grpc.CatalogServicer):  # type: ignore[misc]
         self.calls: list[str] = []
         self.instance_id = "first"
         self.domains: set[str] = set()
+        self.records: dict[str, bytes] = {}
         self.fail: dict[str, grpc.StatusCode] = {}
         self.hang = threading.Event()
         self.hang.set()
@@ -79,6 +81,7 @@ class FakeCatalog(store_pb2_grpc.CatalogServicer):  # type: ignore[misc]
         self._enter("Lookup", context)
         self._know(request.domain_id, context)
         self.wait_s = request.wait_s
+        self.repeat = request.repeat
         match = store_pb2.Match(boundary=16, kinds=["decode_end", "of_tomorrow"], reason="new")
         return store_pb2.LookupReply(matches=[match])
 
@@ -87,6 +90,15 @@ class FakeCatalog(store_pb2_grpc.CatalogServicer):  # type: ignore[misc]
         self._know(request.domain_id, context)
         granted = store_pb2.Grant(status=store_pb2.Grant.GRANTED, offset=64, token=5)
         return store_pb2.ReserveReply(grants=[granted for _ in request.wants])
+
+    def ListDomains(self, request: Any, context: Any) -> Any:
+        self._enter("ListDomains", context)
+        return store_pb2.ListDomainsReply(
+            domains=[
+                store_pb2.DomainInfo(domain_id=name, record=record)
+                for name, record in self.records.items()
+            ]
+        )
 
     def Stats(self, request: Any, context: Any) -> Any:
         self._enter("Stats", context)
@@ -113,6 +125,44 @@ def store(catalog: FakeCatalog) -> Iterator[EmbeddedStore]:
 
 def lookup(store: EmbeddedStore, timeout_s: float = 5.0) -> Any:
     return store.lookup(RECORD.domain_id, [b"h"], wait_s=60, timeout_s=timeout_s)
+
+
+class TestRecords:
+    """The daemon answers with all domains at once, and walks through all of them for that."""
+
+    def test_every_record_of_an_answer_is_kept(
+        self, store: EmbeddedStore, catalog: FakeCatalog
+    ) -> None:
+        records = [msgspec.structs.replace(RECORD, model=f"m{i}") for i in range(5)]
+        catalog.records = {one.domain_id: one.canonical() for one in records}
+        catalog.records["of another version"] = b'{"version":1}'
+        for one in records:
+            assert store.domain_record(one.domain_id, timeout_s=5) == one
+        assert catalog.calls.count("ListDomains") == 1
+        for unknown in ("of another version", "nobody's"):
+            with pytest.raises(StoreRejected):
+                store.domain_record(DomainId(unknown), timeout_s=5)
+
+    def test_a_domain_that_came_later_is_asked_for(
+        self, store: EmbeddedStore, catalog: FakeCatalog
+    ) -> None:
+        with pytest.raises(StoreRejected):
+            store.domain_record(RECORD.domain_id, timeout_s=5)
+        catalog.records[RECORD.domain_id] = RECORD.canonical()
+        assert store.domain_record(RECORD.domain_id, timeout_s=5) == RECORD
+
+    def test_its_time_out_leaves_lookups_alone(
+        self, store: EmbeddedStore, catalog: FakeCatalog
+    ) -> None:
+        store.open_domain(RECORD, timeout_s=5)
+        lookup(store)
+        catalog.hang.clear()
+        with pytest.raises(StoreTimeout):
+            store.domain_record(RECORD.domain_id, timeout_s=0.2)
+        catalog.hang.set()
+        catalog.calls.clear()
+        assert len(lookup(store).matches) == 1
+        assert catalog.calls == ["Lookup"], "nor is it a sign of a restart"
 
 
 class TestErrors:
@@ -242,6 +292,14 @@ class TestSession:
         (match,) = answer.matches  # values of a newer daemon do no harm
         assert [kind.value for kind in match.kinds] == ["decode_end"]
         assert match.reason == "internal"
+
+    @pytest.mark.parametrize("repeat", [False, True])
+    def test_a_lookup_says_whether_its_request_asked_before(
+        self, store: EmbeddedStore, catalog: FakeCatalog, repeat: bool
+    ) -> None:
+        store.open_domain(RECORD, timeout_s=5)
+        store.lookup(RECORD.domain_id, [b"h"], repeat=repeat, timeout_s=5)
+        assert catalog.repeat is repeat
 
     def test_empty_requests_are_not_sent(self, store: EmbeddedStore, catalog: FakeCatalog) -> None:
         store.release([], timeout_s=5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -193,16 +194,65 @@ def turn_of(checkpoint: Checkpoint) -> Checkpoint | None:
     return one
 
 
+@given(HISTORIES, st.text("ab", min_size=1, max_size=5), st.booleans())
+def test_a_use_shows_who_extends_whom(
+    publications: list[tuple[str, bool, int]], tokens: str, published: bool
+) -> None:
+    """Whatever the order in which they came: work is saved from the next shallower one."""
+    driver = history(publications, PrefillWork(1.0, 1.0))
+    if published:
+        driver.publish(tokens)
+    else:
+        driver.lookup(tokens, lease_s=0)
+    known = driver.index.domains[driver.domain].checkpoints
+    met = [known[name] for name in chain(tokens) if name in known]
+    for parent, one in pairwise(met):
+        assert one.parent is parent and one in parent.children
+    if met:
+        assert met[0].parent is None
+    driver.index.check()
+
+
+@pytest.mark.parametrize("strategy", BY_WORK)
+@given(HISTORIES, st.lists(st.text("ab", min_size=1, max_size=5), max_size=6))
+def test_columns_follow_who_extends_whom(
+    strategy: EvictionStrategy, publications: list[tuple[str, bool, int]], uses: list[str]
+) -> None:
+    """The end of a user's message that came late takes over what extends it, and all of that."""
+    driver = Driver(strategy=strategy)
+    for tokens, user_turn, seconds in publications:
+        driver.now += seconds
+        driver.publish(tokens, user_turn=user_turn, work=PrefillWork(1.0, 1.0))
+    for tokens in uses:
+        table = driver.index.checkpoints
+        waiting = table.queue.candidates(driver.now, ())
+        ordered = list(waiting)
+        waiting.close()
+        visible = list(table.visible)
+        assert len(ordered) == len(visible)
+        if ordered:
+            assert ordered[0] is strategy.order(visible, driver.now)[0]
+        driver.now += 1
+        driver.lookup(tokens, lease_s=0)
+
+
+@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("strategy", [SavedWorkPerByte(), Marconi(), LeastRecentlyUsed()])
 def test_the_end_of_the_last_users_message_outlives_the_tool_loop_after_it(
-    strategy: EvictionStrategy,
+    strategy: EvictionStrategy, late: bool
 ) -> None:
     driver = Driver(strategy=strategy)
-    driver.publish("a", INPUT, user_turn=True)
+    if not late:
+        driver.publish("a", INPUT, user_turn=True)
     for tokens in ("ab", "abc", "abcd"):
         driver.now += 1
         driver.publish(tokens, DECODE)
     driver.now += 1
+    if late:
+        driver.publish("a", INPUT, user_turn=True)
+        driver.now += 1
+        driver.lookup("abcd", lease_s=0)
+        driver.now += 100
     ordered = list(strategy.order(list(driver.index.checkpoints.visible), driver.now))
     assert ordered[-1].user_turn
 

@@ -573,7 +573,9 @@ def test_a_checkpoint_of_another_domain_is_named_as_such() -> None:
     answer = driver.lookup("a")
     (match,) = answer.matches
     assert (match.reason, match.field, match.domain) == (Reason.DOMAIN_MISMATCH, "model", other)
-    assert answer.lease is None
+    assert answer.lease is None and not match.convertible
+    assert driver.index.counters["candidates_consumable"] == 0
+    assert driver.index.counters["unconsumable_domain_mismatch"] == 1
     assert driver.lookup("a", domain=other).matches[0].consumable
 
 
@@ -589,7 +591,11 @@ def test_of_several_other_domains_a_convertible_one_is_named() -> None:
             driver.publish("a", domain=domain)
         (match,) = driver.lookup("a", domain=ours).matches
         assert (match.reason, match.field) == (Reason.DOMAIN_MISMATCH, "")
-        assert match.domain == convertible
+        assert match.domain == convertible and match.convertible
+        # Consumable is what lies in an equal or a convertible domain.
+        counters = driver.index.counters
+        assert counters["candidates_consumable"] == 1
+        assert counters["unconsumable_domain_mismatch"] == 0
         assert driver.index.domain_record(convertible) == one
     with pytest.raises(NotKnown):
         driver.index.domain_record(DomainId("nobody's"))
