@@ -6,6 +6,7 @@ runs on a thread and ``poll`` says "not yet" until it has answered or its time i
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -14,7 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-from backhaul.protocols.checkpoint import LeaseId, Reason
+from backhaul.protocols.checkpoint import LeaseId, PublicationId, Reason
 from backhaul.protocols.domain import DomainRecord
 from backhaul.protocols.errors import StoreDenied, StoreError, StoreUnavailable
 from backhaul.protocols.options import Options
@@ -65,8 +66,8 @@ class _Pending:
 class Catalog:
     """Lookups and one-way messages to a store's catalog, for one engine.
 
-    All methods return at once and are called from the scheduler's thread only. ``open_leases``
-    counts leases that were granted and not given back.
+    All methods but ``end_for_good`` return at once, and all are called from the scheduler's thread
+    only. ``open_leases`` counts leases that were granted and not given back.
     """
 
     def __init__(
@@ -169,6 +170,26 @@ class Catalog:
         as a lease lasts, so that a store that stood still frees its space when it goes on."""
         until = self._clock() + self._options.lease_s
         self.send(lambda: self._give_back_each([(call, until)]))
+
+    def end_for_good(self, publications: Sequence[PublicationId]) -> None:
+        """End publications that a rank may still be writing, and wait for the store's word, a
+        moment at most; what it does not answer is repeated like any release."""
+        done = threading.Event()
+        calls: list[Callable[[], object]] = [
+            functools.partial(
+                self._store.abandon, one, still_written=True, timeout_s=_SEND_TIMEOUT_S
+            )
+            for one in publications
+        ]
+        until = self._clock() + self._options.lease_s
+
+        def end() -> None:
+            self._give_back_each([(call, until) for call in calls])
+            done.set()
+
+        if calls:
+            self.send(end)
+            done.wait(_SEND_TIMEOUT_S)
 
     def send(self, call: Callable[[], object]) -> None:
         """Run a call on a catalog thread; a store error is logged and forgotten."""

@@ -68,7 +68,8 @@ class BackhaulConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             facts = engine_facts(vllm_config, kv_cache_config)
             events = vllm_config.kv_events_config
-            kind = known_kind(options.worker_kind, sibling_roles())
+            siblings = sibling_roles()
+            kind = known_kind(options.worker_kind, siblings)
             self._scheduler = SchedulerHalf(
                 facts,
                 options,
@@ -89,6 +90,14 @@ class BackhaulConnector(KVConnectorBase_V1, SupportsHMA):
                 facts.domain.domain_id,
             )
             self._say_what_cannot_be_shared(vllm_config, kind)
+            if siblings and kind is None:
+                logger.info(
+                    "backhaul: kv_role %s of the connectors beside this one does not say whether "
+                    "this engine prefills or decodes, so only its requests will show whether "
+                    "replies have a way back; set worker_kind (prefill, decode, both), or there "
+                    "kv_producer for prefill and kv_consumer for decode",
+                    ", ".join(dict.fromkeys(siblings)),
+                )
         else:
             layout = cache_layout(vllm_config, kv_cache_config)  # an unfit engine fails here
             parallel = vllm_config.parallel_config
@@ -211,7 +220,7 @@ class BackhaulConnector(KVConnectorBase_V1, SupportsHMA):
         return self._half.has_pending_push_work()
 
     def reset_cache(self) -> bool | None:
-        """Give all pins back."""
+        """Asked for where weights change: load and publish nothing from now on."""
         self._half.reset_cache()
         return True
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
+
+from vllm.v1.request import RequestStatus
 
 from backhaul.connector.catalog import Catalog
 from backhaul.connector.jobs import BlockHolds, Job, JobBook
@@ -60,6 +62,7 @@ class Consumer:
         self._clock = clock
         self._outbox: list[LoadJob] = []
         self._open: dict[int, Load] = {}  # dispatched and not settled, by job
+        self._cut_off = False
 
     @property
     def busy(self) -> bool:
@@ -100,6 +103,8 @@ class Consumer:
         tracked.local_tokens = local_tokens
         if not self._eligible(tracked):
             self._catalog.drop(tracked.request_id)
+            if self._cut_off and self._may_load(tracked):
+                tracked.miss = Reason.CACHE_RESET
             return Offer(known=True)
         if not self._catalog.started(tracked.request_id):
             self.prefetch(tracked)
@@ -126,8 +131,12 @@ class Consumer:
             denied=frozenset(tracked.denied),
         )
         if not boundary:
-            inconsumable = (m.reason for m in found.matches if not m.consumable)
-            tracked.miss = answer.reason or next(inconsumable, None) or tracked.miss
+            # What lies within the local hit was not missed.
+            missed = (
+                m.reason for m in found.matches if not m.consumable and m.boundary > local_tokens
+            )
+            failed = tracked.miss if tracked.denied else None
+            tracked.miss = answer.reason or next(missed, None) or failed
             return Offer(known=True)
         match = usable[boundary]
         source = answer.foreign.record if match.domain and answer.foreign else None
@@ -147,10 +156,10 @@ class Consumer:
         load, tracked.offered = tracked.offered, None
         if load is None or external_tokens != load.boundary - load.local_tokens:
             if self._catalog.started(tracked.request_id):
-                asked = tracked.answered
-                result = "not_taken" if load else (asked and asked.reason) or "miss"
-                self._count_lookup(tracked, result)
+                self._count_lookup(tracked, "not_taken" if load else _unused(tracked.answered))
                 self._catalog.drop(tracked.request_id)
+            elif self._cut_off and self._may_load(tracked):
+                self._stats.count("lookups", Reason.CACHE_RESET)
             return
         self._count_lookup(tracked, "hit")
         lease = self._catalog.take(tracked.request_id, foreign=load.source is not None)
@@ -171,6 +180,27 @@ class Consumer:
         tracked.offered = None
         self._catalog.drop(tracked.request_id)
 
+    def cut_off(self, requests: Iterable[TrackedRequest], manager: Any) -> None:
+        """Load nothing from now on: what is under way, or arrived for a request that vLLM has not
+        taken up again, is recomputed.
+
+        Args:
+            requests: all that have not ended.
+            manager: vLLM's KVCacheManager.
+        """
+        self._cut_off = True
+        # The ranks still have to report them, for vLLM waits; without blocks nothing is read.
+        self._outbox = [job._replace(blocks=()) for job in self._outbox]
+        for tracked in requests:
+            self._catalog.drop(tracked.request_id)
+            tracked.offered = None
+            if tracked.outcome is None:
+                tracked.answered = None
+            status, load = tracked.request.status, tracked.loaded
+            if load is not None and status is RequestStatus.WAITING_FOR_REMOTE_KVS:
+                tracked.loaded = None
+                self.repair(tracked, load, Reason.CACHE_RESET, manager)
+
     def limits(self, tracked: TrackedRequest) -> Limits:
         """What decided which candidate a request may use."""
         return Limits(
@@ -190,8 +220,8 @@ class Consumer:
             self._catalog.release(load.lease)
             self._stats.observe("load_seconds", self._clock() - load.started)
             self._stats.count("load_bytes", n=job.nbytes)
-            if job.reason is not None:
-                self._stats.count("load_failures", job.reason)
+            if (reason := self._failure(job)) is not None:
+                self._stats.count("load_failures", reason)
         if settled:
             del self._open[job.job_id]
             self._holds.give_back(job.blocks)
@@ -205,8 +235,8 @@ class Consumer:
         """
         load, tracked.loading = tracked.loading, None
         assert load is not None
-        job = load.job
-        if job.reason is None:
+        job, reason = load.job, self._failure(load.job)
+        if reason is None:
             if waiting:
                 tracked.loaded = load
                 kind = primary_kind(load.kinds)
@@ -218,7 +248,7 @@ class Consumer:
             self._holds.take(load.block_ids, force=True)
             job.blocks = load.block_ids
         if waiting:
-            self.repair(tracked, load, job.reason, manager)
+            self.repair(tracked, load, reason, manager)
 
     @staticmethod
     def repair(tracked: TrackedRequest, load: Load, reason: Reason, manager: Any) -> None:
@@ -236,7 +266,14 @@ class Consumer:
         if seconds is not None:
             self._stats.observe("lookup_seconds", seconds)
 
+    def _failure(self, job: Job) -> Reason | None:
+        return Reason.CACHE_RESET if self._cut_off else job.reason
+
     def _eligible(self, tracked: TrackedRequest) -> bool:
+        return not self._cut_off and self._may_load(tracked)
+
+    @staticmethod
+    def _may_load(tracked: TrackedRequest) -> bool:
         request = tracked.request
         if tracked.loads_over or not tracked.hints.load:
             return False
@@ -271,3 +308,11 @@ class Consumer:
                 name = bytes(hashes[block_hash_index(group, i, unit)])
                 blocks.append(BlockRef(group.index, ids[i], name))
         return blocks
+
+
+def _unused(answered: Answered | None) -> str:
+    """What to count a lookup as that led to no offer."""
+    if answered is None:
+        return "miss"
+    found = any(match.consumable for match in answered.matches)
+    return answered.reason or ("passed_over" if found else "miss")

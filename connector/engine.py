@@ -12,6 +12,7 @@ from backhaul.connector.fingerprints import (
     cpu_isa,
     digest,
     hash_probe,
+    length_scaling,
     model_digest,
     platform_name,
     quantization_name,
@@ -314,6 +315,7 @@ def cache_domain(vllm_config: Any, kv_cache_config: Any, layout: CacheLayout) ->
         revision=revision_of(model),
         quantization=quantization_name(model),
         compute_dtype=_dtype(model.dtype),
+        length_scaling=length_scaling(model, speculative and speculative.draft_model_config),
         draft_model=_draft_model(speculative, model, vllm_config.load_config),
         layout=layout,
         scheduler_block_tokens=scheduler_block,
@@ -355,14 +357,15 @@ def _weights(model: Any, load: Any) -> str:
 
 
 def _draft_model(speculative: Any, target: Any, load: Any) -> str:
-    """Method, configuration and weights of what drafts; "" where nothing does."""
+    """Method, configuration, weights and quantisation of what drafts; "" where nothing does."""
     if speculative is None:
         return ""
     name = str(speculative.method or "")
     draft = speculative.draft_model_config
     if draft is None or draft is target:
         return name
-    return f"{name}:{model_digest(draft.hf_config)}:{_weights(draft, load)}"
+    parts = (name, model_digest(draft.hf_config), _weights(draft, load), quantization_name(draft))
+    return ":".join(parts).rstrip(":")
 
 
 def _dtype(dtype: Any) -> str:
@@ -401,7 +404,8 @@ def _conv_layout() -> str:
 
 def _attention_backend(vllm_config: Any, specs: Sequence[Any]) -> str:
     """Names of the attention backends, as configured or else as vLLM chooses them. The layers
-    themselves, which would tell, live in other processes."""
+    themselves, which would tell, live in other processes. Raises ``UnsupportedError`` where vLLM
+    does not say: of two that are not known it is not known either whether they are one."""
     from vllm.v1 import kv_cache_interface as kv
 
     attention = vllm_config.attention_config
@@ -431,5 +435,8 @@ def _chosen_backend(vllm_config: Any, spec: Any) -> str:
                 ).get_name()
             )
     except Exception as error:  # the choice is vLLM's business; it fails in many ways
-        logger.info("backhaul: the attention backend cannot be told (%s)", error)
-        return "auto"
+        line = " ".join(str(error).split())[:200]
+        raise UnsupportedError(
+            f"which attention backend {type(spec).__name__} layers use cannot be told ({line}); "
+            "name one with --attention-backend"
+        ) from error

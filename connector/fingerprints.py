@@ -69,6 +69,52 @@ def quantization_name(model_config: Any) -> str:
     return f"{method}:{digest([of_checkpoint, chosen])}"
 
 
+_TUNED_FROM_TOKENS = 32_768
+"""Above it Llama 4 scales its queries by their position, unless its generation config decides."""
+
+
+def length_scaling(model_config: Any, draft_config: Any = None) -> str:
+    """What the computation takes from the engine's greatest length, as e.g. ``longrope:long``; ""
+    where nothing does.
+
+    The model's configuration does not tell: vLLM takes LongRoPE's long factors, for short prompts
+    too, where ``max_model_len`` is above the original length, and some models compute dynamic NTK's
+    base from it.
+    """
+    length = int(model_config.max_model_len)
+    configs = [one.hf_text_config for one in (model_config, draft_config) if one is not None]
+    rules = [rule for config in configs for rule in _length_rules(config, length)]
+    if any("Llama4" in name for name in getattr(model_config, "architectures", None) or ()):
+        generation = model_config.try_get_generation_config() | dict(
+            model_config.override_generation_config
+        )
+        tuned = generation.get("attn_temperature_tuning", length > _TUNED_FROM_TOKENS)
+        rules.append(f"temperature:{'tuned' if tuned else 'plain'}")
+    return ", ".join(dict.fromkeys(rules))
+
+
+def _length_rules(config: Any, length: int) -> Iterator[str]:
+    for rope in _rope_parameters(config):
+        kind = rope.get("rope_type", rope.get("type"))
+        if kind in ("longrope", "su"):
+            original: Any = rope.get("original_max_position_embeddings") or getattr(
+                config, "original_max_position_embeddings", 0
+            )
+            yield f"longrope:{'long' if length > original else 'short'}"
+        elif kind == "dynamic":
+            yield f"dynamic:{length}"
+
+
+def _rope_parameters(config: Any) -> Iterator[Mapping[str, Any]]:
+    """One mapping, or one per type of layer, as transformers has them."""
+    for name in ("rope_parameters", "rope_scaling"):
+        found = getattr(config, name, None)
+        if isinstance(found, Mapping):
+            yield found
+            yield from (inner for inner in found.values() if isinstance(inner, Mapping))
+            return
+
+
 def revision_of(model_config: Any) -> str:
     """The commit that the weights were taken from where a hub told it, else as it was named."""
     commit = getattr(model_config.hf_config, "_commit_hash", None)

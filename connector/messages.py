@@ -54,11 +54,13 @@ class PublishJob(NamedTuple):
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
-    """Scheduler half to worker half. ``domain`` comes with the first step only."""
+    """Scheduler half to worker half. ``domain`` comes with the first step only; from ``cut_off`` on
+    nothing is published."""
 
     loads: list[LoadJob] = field(default_factory=list)
     publishes: list[PublishJob] = field(default_factory=list)
     domain: DomainRecord | None = None
+    cut_off: bool = False
 
 
 class JobReport(NamedTuple):

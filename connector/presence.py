@@ -111,6 +111,29 @@ def loading_problem(known: Known, *, store: str) -> str:
     return why and f"backhaul: no publication path to here: {why}; nothing is loaded meanwhile"
 
 
+def published_elsewhere(peers: Peers, *, converts: bool) -> str:
+    """One line where engines publish, and none of them what this one can load; "" otherwise.
+
+    Args:
+        converts: this engine converts what it can.
+    """
+    others = [one for one in peers.elsewhere if one.publishers]
+    if not (peers.known and others) or peers.publishers:
+        return ""
+    if converts and any(not one.field for one in others):
+        return ""
+    one = others[0]
+    which = (
+        f"where {one.field} is {one.theirs or 'unset'} instead of {one.ours or 'unset'}"
+        if one.field
+        else "which could be converted here, if convert_buffer_bytes were not 0"
+    )
+    return (
+        "backhaul: no publication path to here: of the engines that publish none uses this "
+        f"engine's cache domain; {one.publishers} use domain {one.domain}, {which}"
+    )
+
+
 def _out_of_reach(known: Known, store: str) -> str:
     if known.state is PathState.UNREACHABLE:
         return f"store {store} cannot be reached ({known.detail}); check option 'store'"
@@ -154,6 +177,7 @@ class Presence:
         self._missed = False  # a publication was withheld or found nobody
         self._turns_alone = 0
         self._said: set[PathState] = set()
+        self._turns_elsewhere = 0  # in which others published elsewhere only
         self._wake = threading.Event()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="backhaul-presence", daemon=True)
@@ -182,6 +206,13 @@ class Presence:
         self._missed = True
         self._wake.set()
 
+    def leave(self) -> None:
+        """The engine neither loads nor publishes any more; returns at once."""
+        self._wants_path = False
+        self._observed = None
+        self._member = Member(self._member.name, loads=False, publishes=False)
+        self._wake.set()
+
     def close(self) -> None:
         """Leave the table, if the store lets us. Waits a second at most; safe to call twice."""
         self._closing.set()
@@ -193,7 +224,7 @@ class Presence:
     def _run(self) -> None:
         while not self._closing.is_set():
             self._turn()
-            first = self._turns_alone == 1
+            first = 1 in (self._turns_alone, self._turns_elsewhere)
             self._wake.wait(min(_GRACE_S, self._refresh_s) if first else self._refresh_s)
             if self._wake.is_set():
                 self._closing.wait(_NUDGE_S)
@@ -246,6 +277,16 @@ class Presence:
                 self._said.clear()
         elif line and known.state not in self._said:
             self._said.add(known.state)
+            self._say(line)
+        self._speak_of_publishers(known.peers)
+
+    def _speak_of_publishers(self, peers: Peers) -> None:
+        """Once, in the second turn in a row; not where the line about loaders names the field."""
+        line = published_elsewhere(peers, converts=self._member.converts)
+        loads = self._member.loads and not self._member.decodes_only
+        named = self._wants_path and any(one.loaders for one in peers.elsewhere)
+        self._turns_elsewhere = self._turns_elsewhere + 1 if line and loads and not named else 0
+        if self._turns_elsewhere == 2:
             self._say(line)
 
     def _is_sure(self, peers: Peers) -> bool:

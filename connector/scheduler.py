@@ -48,6 +48,7 @@ from backhaul.protocols.policy import Policy
 from backhaul.protocols.record import (
     Candidate,
     DecodeEndReason,
+    InputEndOutcome,
     LoggedRequest,
     RequestRecord,
     Selected,
@@ -55,7 +56,7 @@ from backhaul.protocols.record import (
 )
 from backhaul.transfer.base import Member, Store
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.backhaul")
 
 _FINISH_REASONS = {
     RequestStatus.FINISHED_STOPPED: FinishReason.STOP,
@@ -101,6 +102,7 @@ class SchedulerHalf:
         self._pinned: dict[str, TrackedRequest] = {}
         self._manager: Any = None
         self._domain_sent = False
+        self._cut_off = False  # the cache was reset: nothing is loaded or published any more
         self._idle_since: float | None = None
         self._stats = StatsRecorder()
         self._info = series("info", facts.domain.domain_id, options.policy)
@@ -171,7 +173,7 @@ class SchedulerHalf:
         reset = manager.reset_prefix_cache
 
         def reset_prefix_cache() -> Any:
-            self.reset_cache()
+            self._give_pins_back()
             return reset()
 
         manager.reset_prefix_cache = reset_prefix_cache
@@ -195,8 +197,9 @@ class SchedulerHalf:
             carries_prompt=not carried,
             policy=policy,
             verbatim=verbatim_end(policy, hints, request.num_prompt_tokens),
+            cut_off=self._cut_off,
         )
-        if self._publishes_of(tracked):
+        if self._publishes and hints.publish:
             history = self._history.of(hints.template, hints.client)
             tracked.choice = choose_ends(policy, hints, history)
         self._requests[tracked.request_id] = tracked
@@ -239,7 +242,7 @@ class SchedulerHalf:
                 self._on_scheduled(self._requests[request_id], tokens, room, state)
             taken += tokens
         self._publisher.keep_alive()
-        meta = StepMetadata(publishes=self._publisher.take_jobs())
+        meta = StepMetadata(publishes=self._publisher.take_jobs(), cut_off=self._cut_off)
         if self._consumer is not None:
             meta.loads = self._consumer.take_jobs()
         if not self._domain_sent:
@@ -297,6 +300,11 @@ class SchedulerHalf:
         if not published and tracked.decode_end_reason is None:
             tracked.decode_end_reason = self._why_no_decode_end(tracked, committed=committed)
         record = tracked.record(publishing_decode_end=published)
+        withheld = (
+            record.decode_end_reason is DecodeEndReason.CACHE_RESET,
+            record.input_end.outcome is InputEndOutcome.CACHE_RESET,
+        )
+        self._stats.count("publication_failures", Reason.CACHE_RESET, n=sum(withheld))
         self._write_log(tracked, record)
         told = to_params(record)
         if tracked.hints.return_prompt_token_ids:
@@ -344,10 +352,25 @@ class SchedulerHalf:
         }
 
     def reset_cache(self) -> None:
-        """vLLM's cache is reset: give every pin back."""
-        for tracked in self._pinned.values():
-            self._publisher.unpin_all(tracked)
-        self._pinned.clear()
+        """Whoever resets the connector's cache may be about to change the weights, or has done so,
+        and the cache domain names those of the start: so nothing that others share is loaded or
+        published from here on, nor becomes visible of what is under way. Waits a moment at most for
+        the store's word on that."""
+        self._give_pins_back()
+        if self._cut_off:
+            return
+        logger.warning(
+            "backhaul: vLLM reset the connector's cache, so this engine's weights may be others "
+            "than domain %s names: it loads and publishes nothing more until it is restarted",
+            self._facts.domain.domain_id,
+        )
+        self._cut_off = True
+        for tracked in self._requests.values():
+            tracked.cut_off = True
+        self._publisher.cut_off()
+        if self._consumer is not None:
+            self._consumer.cut_off(self._requests.values(), self._manager)
+        self._presence.leave()
 
     def shutdown(self) -> None:
         """Stop the catalog threads and close the store."""
@@ -358,6 +381,11 @@ class SchedulerHalf:
             self._log.close()
 
     # -- helpers ------------------------------------------------------------------------------
+
+    def _give_pins_back(self) -> None:
+        for tracked in self._pinned.values():
+            self._publisher.unpin_all(tracked)
+        self._pinned.clear()
 
     def _plan_prompt(self, tracked: TrackedRequest, local_tokens: int, boundary: int) -> None:
         """Decide the prompt's ends, and where vLLM must end a chunk for them.
@@ -513,8 +541,8 @@ class SchedulerHalf:
     def _why_no_decode_end(self, tracked: TrackedRequest, *, committed: int) -> DecodeEndReason:
         request = tracked.request
         reason = _FINISH_REASONS.get(request.status)
-        return why_no_decode_end(
-            wanted=self._publishes_of(tracked) and tracked.choice.decode_end,
+        why = why_no_decode_end(
+            wanted=self._publishes and tracked.hints.publish and tracked.choice.decode_end,
             finish_included=publishes_decode_end(reason, self._options.publish_on),
             boundary=decode_end(
                 committed=committed,
@@ -523,9 +551,11 @@ class SchedulerHalf:
             ),
             prompt_tokens=request.num_prompt_tokens,
         )
+        lost = why is DecodeEndReason.NOT_KEPT and tracked.cut_off
+        return DecodeEndReason.CACHE_RESET if lost else why
 
     def _publishes_of(self, tracked: TrackedRequest) -> bool:
-        return self._publishes and tracked.hints.publish
+        return self._publishes and tracked.hints.publish and not self._cut_off
 
     @staticmethod
     def _was_preempted(tracked: TrackedRequest) -> bool:

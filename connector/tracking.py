@@ -117,6 +117,7 @@ class TrackedRequest:
     forced: list[int] = field(default_factory=list)
     takes_input_end: bool = False
     decode_end_reason: DecodeEndReason | None = None
+    cut_off: bool = False  # the connector's cache was reset before it ended
     announced: int = 0  # tokens whose attention blocks stand in KV events already
 
     @property
@@ -174,10 +175,14 @@ class TrackedRequest:
                 outcome = InputEndOutcome.PUBLISHED
             elif boundary < resumed:
                 outcome = InputEndOutcome.RESUMED_PAST
+            elif self.cut_off:
+                outcome = InputEndOutcome.CACHE_RESET
             else:
                 outcome = InputEndOutcome.NOT_REACHED
         elif self.takes_input_end:
             outcome = InputEndOutcome.BELOW_GRID
+        elif self.cut_off and self.choice.input_end:
+            outcome = InputEndOutcome.CACHE_RESET
         else:
             outcome = InputEndOutcome.NOT_WANTED
         return InputEnd(outcome=outcome, given=given, boundary=boundary)

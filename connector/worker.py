@@ -66,6 +66,7 @@ class WorkerHalf:
         self._unlike: list[int] = []
         self._tells_unlike = False
         self._event: Callable[[], Any] | None = None
+        self._cut_off = False
         self._done: queue.SimpleQueue[tuple[JobReport, str | None, Unsettled | None]] = (
             queue.SimpleQueue()
         )
@@ -102,6 +103,7 @@ class WorkerHalf:
 
     def submit(self, meta: StepMetadata) -> None:
         """Start this step's jobs, behind everything that is already on the device's stream."""
+        self._cut_off |= meta.cut_off
         if meta.domain is not None:
             domain = self._domain = meta.domain
             self._unlike = self._compare(domain)
@@ -249,6 +251,8 @@ class WorkerHalf:
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 return TransferResult(ok=False, reason=Reason.TIMEOUT, nbytes=sent)
+            if self._cut_off:  # the store refuses it, unless it was restarted since
+                return TransferResult(ok=False, reason=Reason.CACHE_RESET, nbytes=sent)
             result, busy = self._send(job, todo, remaining)
             sent += result.nbytes
             if not result.ok:

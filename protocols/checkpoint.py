@@ -43,6 +43,7 @@ class Reason(enum.StrEnum):
     DENIED = "denied"
     PIN_LIMIT = "pin_limit"
     ABORTED = "aborted"
+    CACHE_RESET = "cache_reset"
     INTERNAL = "internal"
 
 

@@ -89,6 +89,7 @@ CONVERSIONS: tuple[Conversion, ...] = (
 
 FOLLOWS: Mapping[str, tuple[str, ...]] = {
     "weights": ("model", "revision", "quantization"),
+    "length_scaling": ("model", "draft_model"),
     "draft_model": ("model", "speculative_tokens"),
     "kv_dtype": ("compute_dtype",),
     "state_dtypes": ("compute_dtype", "cpu_isa", "platform"),
@@ -144,6 +145,7 @@ OPTIONS: Mapping[str, str] = {
     "revision": "--revision",
     "quantization": "--quantization",
     "compute_dtype": "--dtype",
+    "length_scaling": "--max-model-len",
     "draft_model": "--speculative-config",
     "speculative_tokens": "--speculative-config",
     "kv_dtype": "--kv-cache-dtype",

@@ -16,7 +16,7 @@ from backhaul.protocols.checkpoint import DomainId
 from backhaul.protocols.errors import StoreRejected, UnsupportedError
 from backhaul.protocols.layout import CacheLayout, Name, Text, Tokens
 
-DOMAIN_VERSION = 4
+DOMAIN_VERSION = 5
 """Version of the record's meaning.
 
 1: first version.
@@ -25,6 +25,7 @@ DOMAIN_VERSION = 4
    ranks hold them alike.
 3: layers per pipeline stage; groups say how their pages are cut over ranks.
 4: groups number their layers.
+5: what the engine's greatest length decides; the draft's quantisation; a backend is never "auto".
 """
 
 RECORD_BYTES_MAX = 128 << 10
@@ -47,7 +48,9 @@ class DomainRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         revision: revision of the weights, resolved where it can be, else as it was named.
         quantization: quantisation method and a digest of its parameters, or "".
         compute_dtype: element type in which the model computes.
-        draft_model: method, configuration and weights of the model that drafts, or "".
+        length_scaling: what the computation takes from the engine's greatest length, or "".
+        draft_model: method, configuration, weights and quantisation of the model that drafts, or
+            "".
         layout: groups, block sizes, hash unit (vLLM's prefix match unit), ranks.
         scheduler_block_tokens: grid on which vLLM's scheduler hits and cuts, in tokens.
         hash_function: name of the prefix hash.
@@ -72,6 +75,7 @@ class DomainRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     revision: Text = ""
     quantization: Text = ""
     compute_dtype: Name = ""
+    length_scaling: Text = ""
     draft_model: Text = ""
     layout: CacheLayout
     scheduler_block_tokens: Tokens = 0

@@ -102,6 +102,7 @@ LOAD_REASON = Label(
         Reason.TIMEOUT,
         Reason.STORE_FULL,
         Reason.DENIED,
+        Reason.CACHE_RESET,
         Reason.INTERNAL,
     ),
 )
@@ -121,6 +122,7 @@ PUBLICATION_REASON = Label(
         Reason.DENIED,
         Reason.PIN_LIMIT,
         Reason.ABORTED,
+        Reason.CACHE_RESET,
         Reason.INTERNAL,
     ),
 )
@@ -132,8 +134,15 @@ LOOKUP_RESULT = Label(
     (
         "hit",
         "not_taken",
+        "passed_over",
         "miss",
-        *_values(Reason.TIMEOUT, Reason.UNREACHABLE, Reason.DENIED, Reason.INTERNAL),
+        *_values(
+            Reason.TIMEOUT,
+            Reason.UNREACHABLE,
+            Reason.DENIED,
+            Reason.CACHE_RESET,
+            Reason.INTERNAL,
+        ),
     ),
 )
 SOURCE = Label("source", ("local", "loaded", "other", "recomputed"))
@@ -236,7 +245,8 @@ ENGINE: dict[str, Metric] = {
     "recomputed_tokens": _histogram("Prompt tokens computed after the hit.", _TOKEN_BUCKETS),
     # -- lookups and loads --
     "lookups": _counter(
-        "Lookups of requests that got blocks: hit, miss, or why the store could not be asked.",
+        "Lookups of requests that got blocks: hit, found and not used, miss, or why the store was "
+        "not asked.",
         LOOKUP_RESULT,
     ),
     "lookup_seconds": _histogram(

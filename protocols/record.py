@@ -94,6 +94,8 @@ class InputEndOutcome(enum.StrEnum):
     """The request resumed from a deeper position, so its state was never computed here."""
     PUBLISHED = "published"
     """Handed to the workers; whether it arrived is counted, not recorded."""
+    CACHE_RESET = "cache_reset"
+    """vLLM had the connector's cache reset: the engine publishes nothing any more."""
     NOT_REACHED = "not_reached"
     """The request ended first, or its blocks could not be pinned."""
 
@@ -118,6 +120,8 @@ class DecodeEndReason(enum.StrEnum):
     """The reply did not end in a way that ``publish_on`` names: cut at its limit, aborted, ..."""
     BELOW_GRID = "below_grid"
     """No boundary lies in the reply."""
+    CACHE_RESET = "cache_reset"
+    """vLLM had the connector's cache reset: the engine publishes nothing any more."""
     NOT_KEPT = "not_kept"
     """A boundary lies there, and its state was lost or could not be sent;
     ``publication_failures`` counts why."""
@@ -142,7 +146,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
         other_tokens: brought by another connector.
         recomputed_tokens: computed.
         selected: the checkpoint used; None where nothing was loaded.
-        reason: why nothing was loaded, where there is one.
+        reason: why nothing was loaded above the local hit, where there is a reason.
         reuse: whether the deepest checkpoint known of this prefix had been looked up before; None
             where the store knew none.
         junction: end of a prefix shared with an earlier request at which no recurrent group had a

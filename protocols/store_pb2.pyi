@@ -318,10 +318,12 @@ class CommitReply(_message.Message):
     def __init__(self, visible: _Optional[bool] = ..., missing: _Optional[_Iterable[_Union[Key, _Mapping]]] = ...) -> None: ...
 
 class AbandonRequest(_message.Message):
-    __slots__ = ("publication_id",)
+    __slots__ = ("publication_id", "still_written")
     PUBLICATION_ID_FIELD_NUMBER: _ClassVar[int]
+    STILL_WRITTEN_FIELD_NUMBER: _ClassVar[int]
     publication_id: str
-    def __init__(self, publication_id: _Optional[str] = ...) -> None: ...
+    still_written: bool
+    def __init__(self, publication_id: _Optional[str] = ..., still_written: _Optional[bool] = ...) -> None: ...
 
 class AbandonReply(_message.Message):
     __slots__ = ()

@@ -351,9 +351,14 @@ class Store(abc.ABC):
         """Complete written objects and, with a manifest, this rank's part of the checkpoint."""
 
     @abc.abstractmethod
-    def abandon(self, publication: PublicationId, *, timeout_s: float) -> None:
+    def abandon(
+        self, publication: PublicationId, *, still_written: bool = False, timeout_s: float
+    ) -> None:
         """End a publication. Its uncommitted space is freed; what no checkpoint uses may be
-        evicted. Also called after a successful commit, and harmless when repeated."""
+        evicted. Also called after a successful commit, and harmless when repeated.
+
+        ``still_written``: a rank may be at it. Whatever it sends from now on is refused, so that
+        nothing more becomes visible, and its space is given away only when that is safe."""
 
     @abc.abstractmethod
     def keep_alive(self, publications: Sequence[PublicationId], *, timeout_s: float) -> None:

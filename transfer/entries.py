@@ -26,6 +26,9 @@ DOMAINS_MAX = 256
 this, domains without any content are forgotten."""
 PUBLICATIONS_MAX = 65_536
 """Open at once; each is one decoding request, so this is above any cluster's concurrency."""
+REFUSED_MAX = 65_536
+"""Names of publications that were ended while somebody wrote; the oldest gives way, whose writer's
+time was up long ago."""
 LEASES_MAX = 65_536
 """Valid at once; each is one request between lookup and the end of its load."""
 ANNOUNCEMENTS_MAX = 65_536

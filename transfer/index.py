@@ -318,13 +318,19 @@ class BlockIndex:
         if publication is not None:
             self._run_out(publication, now)
 
-    def abandon(self, publication_id: PublicationId, now: float) -> None:
+    def abandon(
+        self, publication_id: PublicationId, now: float, *, still_written: bool = False
+    ) -> None:
         """End a publication on every rank; unknown ones are ignored. Its reserved space may be
-        given away at once, so no transfer into it may be in flight."""
+        given away at once, so no transfer into it may be in flight, unless it is ``still_written``:
+        the space then rests for a while, and the name is refused from now on."""
         now = self.expire(now)
+        if still_written:
+            self.publications.refuse(publication_id)
         publication = self.publications.open.get(publication_id)
         if publication is not None:
-            self.publications.end(publication)
+            reuse_at = now + self.quarantine_s if still_written else None
+            self.publications.end(publication, reuse_at=reuse_at)
 
     def keep_alive(
         self, publication_ids: Sequence[PublicationId], now: float

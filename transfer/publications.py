@@ -11,6 +11,7 @@ from backhaul.transfer.base import Grant, GrantStatus, Written
 from backhaul.transfer.checkpoints import CheckpointTable
 from backhaul.transfer.entries import (
     PUBLICATIONS_MAX,
+    REFUSED_MAX,
     Checkpoint,
     Domain,
     Entry,
@@ -31,6 +32,7 @@ class PublicationTable:
         admission: AdmissionStrategy,
     ) -> None:
         self.open: dict[PublicationId, Publication] = {}
+        self._refused: dict[PublicationId, None] = {}
         self._objects = objects
         self._checkpoints = checkpoints
         self._counters = counters
@@ -39,6 +41,8 @@ class PublicationTable:
     def check(self, name: PublicationId, domain: Domain) -> None:
         """Raise unless ``join`` would succeed."""
         check_name("publication id", name)
+        if name in self._refused:
+            raise StoreRejected(f"publication {name} was ended for good by its engine")
         known = self.open.get(name)
         if known is None:
             if len(self.open) >= PUBLICATIONS_MAX:
@@ -47,6 +51,13 @@ class PublicationTable:
             raise StoreRejected(
                 f"publication {name} belongs to domain {known.domain.id}, not {domain.id}"
             )
+
+    def refuse(self, name: PublicationId) -> None:
+        """From now on nothing more is taken under that name."""
+        check_name("publication id", name)
+        self._refused[name] = None
+        if len(self._refused) > REFUSED_MAX:
+            del self._refused[next(iter(self._refused))]
 
     def join(
         self, name: PublicationId, domain: Domain, expires_at: float

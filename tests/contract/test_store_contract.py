@@ -286,6 +286,30 @@ class TestPublications:
         assert not worker.commit(later, [], chain, BOUNDARY).visible
         assert worker.lookup(chain) == ([], None)
 
+    def test_what_is_ended_while_it_is_written_never_becomes_visible(
+        self, new_worker: WorkerMaker
+    ) -> None:
+        domain = make_domain(ranks=2)
+        ranks = [new_worker(domain, rank) for rank in (0, 1)]
+        chain, publication = hash_chain("a", BOUNDARY), new_publication()
+        assert not ranks[0].publish(chain, BOUNDARY, publication).visible
+        grants = ranks[1].reserve(publication, ranks[1].keys(chain, BOUNDARY))
+        unopened = new_publication()
+        for name in (publication, unopened):
+            ranks[0].store.abandon(name, still_written=True, timeout_s=TIMEOUT_S)
+        written = ranks[1].write(grants).written
+        for name in (publication, unopened):
+            with pytest.raises(StoreRejected, match="ended for good"):
+                ranks[1].commit(name, written, chain, BOUNDARY)
+            with pytest.raises(StoreRejected, match="ended for good"):
+                ranks[1].reserve(name, ranks[1].keys(chain, BOUNDARY))
+        assert ranks[0].lookup(chain) == ([], None)
+        # Others may publish the same.
+        again = new_publication()
+        assert not ranks[0].publish(chain, BOUNDARY, again).visible
+        assert ranks[1].publish(chain, BOUNDARY, again).visible
+        ranks[0].store.abandon(again, timeout_s=TIMEOUT_S)
+
     def test_abandon_frees_and_may_be_repeated(self, new_worker: WorkerMaker) -> None:
         worker = new_worker()
         before = worker.store.stats(timeout_s=TIMEOUT_S)

@@ -241,6 +241,11 @@ FIRINGS: dict[str, Firing] = {
         {'backhaul:publication_failures_total{reason="aborted"}': "0+99x90"},
         {"reason": "pin_limit"},
     ),
+    "BackhaulCacheReset": Firing(
+        {LOOKUPS % "cache_reset": "0+1x90"},
+        {LOOKUPS % "miss": "0+9x90"},
+        {},
+    ),
     "BackhaulNobodyLoads": Firing(
         {"backhaul:pathless_publications_total": "0+60x90"},
         {"backhaul:pathless_publications_total": "0+3x90"},

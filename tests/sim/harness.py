@@ -873,6 +873,7 @@ class SimEngine:
     def _count(self, stats: dict[str, Any]) -> None:
         stats = stats.get("BackhaulConnector", stats)  # inside MultiConnector
         for name, value in stats.get("counters", {}).items():
+            assert value >= 0, f"{name} falls by {-value}"
             self.counters[name] += value
         for name, values in stats.get("observations", {}).items():
             assert all(value >= 0 for value in values), name
@@ -931,6 +932,7 @@ class SimEngine:
     def check(self) -> None:
         """What must hold after every step."""
         assert not self.runner.violations, self.runner.violations[:3]
+        assert min(self.gauges().values(), default=0) >= 0, self.gauges()
         unchecked, self._unchecked = self._unchecked, []
         for one in unchecked:
             assert one.reason != "error", f"{one.name} ended with an error"

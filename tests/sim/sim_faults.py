@@ -254,8 +254,8 @@ class FaultyStore(Store):
         own = [_unmarked(w) for w in written]
         return inner.commit(domain, publication, rank, own, manifest, timeout_s=timeout_s)
 
-    def abandon(self, publication: Any, *, timeout_s: float) -> None:
-        self._inner().abandon(publication, timeout_s=timeout_s)
+    def abandon(self, publication: Any, *, still_written: bool = False, timeout_s: float) -> None:
+        self._inner().abandon(publication, still_written=still_written, timeout_s=timeout_s)
 
     def keep_alive(self, publications: Any, *, timeout_s: float) -> None:
         self._inner().keep_alive(publications, timeout_s=timeout_s)

@@ -153,8 +153,37 @@ def test_a_decode_engine_that_starts_first_does_not_give_up(
     assert resumed.loaded == (len(second.history) - 1) // B * B
     lines = of_decode(said)
     assert len(lines) == 2 and "path found" in lines[1]
-    assert prefill.run(first.history + tokens(5, 4), 3).loaded >= 0
+    # The first one's D_end was published for whoever comes later; withheld, its P_end is left.
+    deep = (len(first.history) - 1) // B * B
+    assert prefill.run(first.history + tokens(5, 4), 3).loaded == (deep if reported else 3 * B)
     pair.check_idle()
+
+
+@pytest.mark.parametrize(
+    ("sibling", "options", "advised"),
+    [
+        ("kv_both", {}, True),
+        ("kv_both", {"worker_kind": "prefill"}, False),
+        ("kv_producer", {}, False),
+        (False, {}, False),
+    ],
+)
+def test_siblings_that_say_nothing_of_the_engine_s_kind_lead_to_advice(
+    pair: Pair,
+    caplog: pytest.LogCaptureFixture,
+    sibling: bool | str,
+    options: dict[str, Any],
+    advised: bool,
+) -> None:
+    caplog.set_level(logging.INFO, presence.logger.name)
+    presence.logger.addHandler(caplog.handler)
+    try:
+        pair.engine(sibling=sibling, options=options)
+    finally:
+        presence.logger.removeHandler(caplog.handler)
+    lines = [r.getMessage() for r in caplog.records if "set worker_kind" in r.getMessage()]
+    assert bool(lines) == advised
+    assert not lines or ("kv_both" in lines[0] and "\n" not in lines[0])
 
 
 @pytest.mark.parametrize("no_path", ["disable", "report"])

@@ -345,6 +345,18 @@ def aborted(pair: Pair, **options: Any) -> dict[str, float]:
     return dict(engine.counters)
 
 
+def reset(pair: Pair) -> dict[str, float]:
+    """vLLM has the connector's cache reset while a reply is decoded."""
+    engine = pair.engine()
+    name = engine.submit(tokens(3 * B + 2, 1), 3 * B)
+    while len(engine.requests[name].output_token_ids) < B:
+        engine.step()
+    engine.backhaul.reset_cache()
+    engine.drain()
+    engine.check_idle()
+    return dict(engine.counters)
+
+
 PUBLICATIONS: dict[str, Scenario] = {
     Reason.STATE_MISSING: dropped(GroupKind.RECURRENT),
     Reason.ATTENTION_MISSING: dropped(GroupKind.FULL),
@@ -359,6 +371,7 @@ PUBLICATIONS: dict[str, Scenario] = {
     Reason.DENIED: refused(StoreDenied("x")),
     Reason.PIN_LIMIT: no_room_for_pins,
     Reason.ABORTED: aborted,
+    Reason.CACHE_RESET: reset,
     Reason.INTERNAL: refused(StoreError("x")),
 }
 

@@ -17,6 +17,8 @@ from harness import ATTENTION, BLOCK, FULL, HYBRID, MIXED, STATE, Finished, Pair
 from sim_faults import FAULTS, Faults, FaultyStore, Restartable
 from sim_record import check_counters, check_record
 
+from backhaul.transfer.registry import open_store
+
 SEEDS = range(16)
 _STEPS = 160
 _SEEN: Counter[str] = Counter()
@@ -85,6 +87,7 @@ class History:
         self.engines = [self._engine(name) for name in ("one", "two")]
         self.conversations = [self._tokens(r.randrange(1, 5 * BLOCK)) for _ in range(4)]
         self.of_request: dict[str, int] = {}
+        self.cut_off: dict[str, tuple[set[str], set[bytes]]] = {}
 
     def _engine(self, name: str) -> SimEngine:
         return self.pair.engine(
@@ -119,6 +122,7 @@ class History:
         for engine in self.engines:
             engine.drain()
             self.collect(engine)
+            self._check_cut_off(engine)
         self.pair.uri = self.where.uri
         self.pair.check_idle()
         for engine in self.engines:
@@ -156,12 +160,31 @@ class History:
         running = self.random.random() < 0.5
         try:
             engine.scheduler.reset_prefix_cache(
-                reset_running_requests=running, reset_connector=self.random.random() < 0.5
+                reset_running_requests=running, reset_connector=self.random.random() < 0.3
             )
         except RuntimeError:
             # vLLM's answer where blocks are still referenced, be it by a load or by a pin.
             assert running
         self.seen["reset"] += 1
+
+        if engine.backhaul._half._cut_off and engine.name not in self.cut_off:
+            self.seen["reset of the connector"] += 1
+            self.cut_off[engine.name] = set(engine.live), self._published_by(engine)
+            for _ in range(3):  # the ranks hear of it: a restarted store does not know
+                engine.step()
+
+    def _published_by(self, engine: SimEngine) -> set[bytes]:
+        assert engine.config.kv_transfer_config is not None
+        name = engine.config.kv_transfer_config.engine_id
+        store = open_store(self.where.uri, client_name="look")
+        found = store.list_checkpoints(timeout_s=1)
+        store.close()
+        return {bytes(info.block_hash) for info in found if info.producer == name}
+
+    def _check_cut_off(self, engine: SimEngine) -> None:
+        """Of an engine whose connector was reset: what others find is what they found before."""
+        if engine.name in self.cut_off:
+            assert self._published_by(engine) <= self.cut_off[engine.name][1]
 
     def advance(self, engine: SimEngine) -> None:
         """A few steps."""
@@ -178,6 +201,8 @@ class History:
             self.seen[f"end by {done.reason}"] += 1
             self.seen["preemptions"] += engine.requests[name].num_preemptions
             self.seen["loaded tokens"] += done.loaded
+            if engine.name in self.cut_off and name not in self.cut_off[engine.name][0]:
+                assert done.loaded == 0
             if "backhaul" in done.params:
                 for candidate in check_record(engine, done).candidates:
                     self.seen[f"candidate {candidate.reason or candidate.passed_over}"] += 1
@@ -210,6 +235,7 @@ def test_the_histories_together_went_everywhere() -> None:
     expected = [
         *("abort while WAITING", "abort while WAITING_FOR_REMOTE_KVS", "abort while RUNNING"),
         *("end by stop", "end by length", "end by abort", "preemptions", "restart", "reset"),
+        "reset of the connector",
         *("loaded tokens", "loads", "load_failures", "publications", "publication_failures"),
         *(name for name in FAULTS if not name.startswith("read_")),
         *("candidate hash_mismatch", "candidate load_failed", "candidate uncommitted"),

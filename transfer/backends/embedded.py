@@ -306,9 +306,11 @@ class EmbeddedStore(Store):
             missing.update((wire.key_of(key), None) for key in reply.missing)
         return CommitResult(reply.visible, () if reply.visible else tuple(missing))
 
-    def abandon(self, publication: PublicationId, *, timeout_s: float) -> None:
+    def abandon(
+        self, publication: PublicationId, *, still_written: bool = False, timeout_s: float
+    ) -> None:
         """See ``Store``."""
-        request = store_pb2.AbandonRequest(publication_id=publication)
+        request = store_pb2.AbandonRequest(publication_id=publication, still_written=still_written)
         self._keeper.call("Abandon", request, time.monotonic() + timeout_s)
 
     def keep_alive(self, publications: Sequence[PublicationId], *, timeout_s: float) -> None:

@@ -200,10 +200,12 @@ class InProcessStore(Store):
             self._lock.notify_all()
             return result
 
-    def abandon(self, publication: PublicationId, *, timeout_s: float) -> None:
+    def abandon(
+        self, publication: PublicationId, *, still_written: bool = False, timeout_s: float
+    ) -> None:
         """See ``Store``."""
         with self._open():
-            self._index.abandon(publication, time.monotonic())
+            self._index.abandon(publication, time.monotonic(), still_written=still_written)
             self._lock.notify_all()
 
     def keep_alive(self, publications: Sequence[PublicationId], *, timeout_s: float) -> None:

@@ -330,7 +330,11 @@ class Catalog(store_pb2_grpc.CatalogServicer):
         self, request: store_pb2.AbandonRequest, context: Any
     ) -> store_pb2.AbandonReply:
         """See store.proto."""
-        self._index.abandon(PublicationId(request.publication_id), self._clock())
+        self._index.abandon(
+            PublicationId(request.publication_id),
+            self._clock(),
+            still_written=request.still_written,
+        )
         self._wake()
         return store_pb2.AbandonReply()
 

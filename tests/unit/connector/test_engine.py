@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Iterator
 from copy import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,12 +28,17 @@ from vllm.config import (
     SchedulerConfig,
     SpeculativeConfig,
     VllmConfig,
+    set_current_vllm_config,
 )
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
+from vllm.model_executor.layers.rotary_embedding.phi3_long_rope_scaled_rope import (
+    Phi3LongRoPEScaledRotaryEmbedding,
+)
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import (
@@ -50,7 +56,7 @@ from vllm.v1.request import Request
 
 from backhaul.connector import fingerprints
 from backhaul.connector.conversion import unlike_groups
-from backhaul.connector.engine import EngineFacts, cache_layout, engine_facts
+from backhaul.connector.engine import EngineFacts, _draft_model, cache_layout, engine_facts
 from backhaul.protocols.checkpoint import (
     CheckpointKind,
     CheckpointManifest,
@@ -68,6 +74,10 @@ from backhaul.transfer.index import BlockIndex
 
 BLOCK = 16
 TIMEOUT_S = 5.0
+LONG_ROPE = {
+    "rope_type": "longrope", "original_max_position_embeddings": 1024,
+    "short_factor": [1.0], "long_factor": [2.0],
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -415,6 +425,83 @@ def test_two_fp8_formats_that_are_stored_alike_differ(engine: Engine) -> None:
         records.append(engine.facts().domain)
     assert compare(records[0], records[1]).field == "kv_dtype"
     assert records[0] == records[2], "vLLM's fp8 is e4m3"
+
+
+@pytest.mark.parametrize(
+    ("rope", "lengths", "values"),
+    [
+        (LONG_ROPE, (1024, 1025), ("longrope:short", "longrope:long")),
+        ({"full_attention": LONG_ROPE}, (512, 4096), ("longrope:short", "longrope:long")),
+        ({"rope_type": "dynamic", "factor": 2.0}, (512, 1024), ("dynamic:512", "dynamic:1024")),
+        ({"rope_type": "yarn", "factor": 2.0}, (512, 4096), ("", "")),
+    ],
+    ids=["LongRoPE", "LongRoPE by layer type", "dynamic NTK", "YaRN"],
+)
+def test_what_the_greatest_length_decides_is_told_apart(
+    engine: Engine, rope: dict[str, Any], lengths: tuple[int, int], values: tuple[str, str]
+) -> None:
+    """``--max-model-len`` is in no configuration of the model."""
+    records = []
+    engine.model.hf_config.rope_parameters = rope
+    for length in lengths:
+        engine.model = copy(engine.model)
+        engine.model.max_model_len = length
+        records.append(engine.facts().domain)
+    assert tuple(one.length_scaling for one in records) == values
+    assert compare(*records).field == ("length_scaling" if values[0] else "")
+
+
+def test_longrope_s_factors_are_those_that_vllm_takes(engine: Engine) -> None:
+    engine.model.hf_config.rope_parameters = LONG_ROPE
+    config = VllmConfig(model_config=engine.model)
+    for length in (1023, 1024, 1025):
+        engine.model.max_model_len = length
+        with set_current_vllm_config(config):
+            made = Phi3LongRoPEScaledRotaryEmbedding(
+                8, 8, 4096, 1024, 1e4, True, torch.float32, [1.0] * 4, [2.0] * 4
+            )
+        expected = "longrope:long" if made.use_long_rope else "longrope:short"
+        assert fingerprints.length_scaling(engine.model) == expected
+
+
+def test_llama_4_s_temperature_follows_the_length_unless_it_is_told(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        type(engine.model), "architectures", property(lambda self: ["Llama4ForCausalLM"])
+    )
+    found = []
+    for length, told in ((32_768, {}), (32_769, {}), (1024, {"attn_temperature_tuning": True})):
+        engine.model.max_model_len = length
+        engine.model.override_generation_config = told
+        found.append(fingerprints.length_scaling(engine.model))
+    assert found == ["temperature:plain", "temperature:tuned", "temperature:tuned"]
+
+
+def test_a_draft_of_another_quantisation_is_another_draft(engine: Engine) -> None:
+    """Its layers have KV too."""
+    load = SimpleNamespace(load_format="auto", download_dir=None)
+    names = []
+    for method in (None, "fp8"):
+        draft = copy(engine.model)
+        draft.quantization = method
+        speculative = SimpleNamespace(method="eagle", draft_model_config=draft)
+        names.append(_draft_model(speculative, engine.model, load))
+    assert len(set(names)) == 2
+
+
+def test_a_backend_that_is_not_known_ends_the_start(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two unknown ones must not pass for one."""
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise ValueError("no valid backend\nfor head size 7")
+
+    monkeypatch.setattr(selector, "get_attn_backend", fails)
+    with pytest.raises(UnsupportedError, match="--attention-backend") as refused:
+        engine.facts()
+    assert "head size 7" in str(refused.value) and "\n" not in str(refused.value)
 
 
 def test_spelling_out_the_default_is_no_difference(engine: Engine) -> None:

@@ -18,6 +18,7 @@ from backhaul.connector.presence import (
     judge,
     loading_problem,
     problem,
+    published_elsewhere,
 )
 from backhaul.connector.worker_kind import ObservedKind, known_kind
 from backhaul.protocols.checkpoint import DomainId
@@ -271,6 +272,75 @@ def test_loaders_elsewhere_are_said_to_an_engine_that_loads_too() -> None:
     store = Answers(ELSEWHERE)
     with running(store, BOTH) as (_, said):
         eventually(lambda: len(said) == 1)
+
+
+OTHERS_PUBLISH = Peers(elsewhere=(Elsewhere(DomainId("d2"), "vllm", "0.32", "0.33", 0, 3),))
+THE_SAME_HERE = Peers(publishers=1, elsewhere=OTHERS_PUBLISH.elsewhere)
+CONVERTIBLE = Peers(elsewhere=(Elsewhere(DomainId("d3"), "", "", "", 0, 1),))
+
+
+@pytest.mark.parametrize(
+    ("peers", "converts", "part"),
+    [
+        (OTHERS_PUBLISH, True, "3 use domain d2, where vllm is 0.33 instead of 0.32"),
+        (CONVERTIBLE, False, "if convert_buffer_bytes were not 0"),
+        (CONVERTIBLE, True, ""),
+        (THE_SAME_HERE, False, ""),
+        (ELSEWHERE, False, ""),  # who is there only loads
+        (ALONE, False, ""),
+        (Peers(known=False, elsewhere=OTHERS_PUBLISH.elsewhere), False, ""),
+    ],
+)
+def test_publishers_that_are_all_elsewhere_are_named_with_the_field(
+    peers: Peers, converts: bool, part: str
+) -> None:
+    line = published_elsewhere(peers, converts=converts)
+    assert part in line and "\n" not in line and bool(line) == bool(part)
+
+
+LOADER = Member("prefill", loads=True, publishes=False)
+
+
+@pytest.mark.parametrize(
+    ("member", "kind", "wants_path", "told"),
+    [
+        (LOADER, WorkerKind.PREFILL, False, 1),
+        (BOTH, WorkerKind.BOTH, True, 1),
+        (BOTH, WorkerKind.DECODE, False, 0),
+        (DECODE, WorkerKind.BOTH, False, 0),
+    ],
+)
+def test_who_loads_says_once_that_all_publish_elsewhere(
+    member: Member, kind: WorkerKind, wants_path: bool, told: int
+) -> None:
+    store = Answers(OTHERS_PUBLISH)
+    with running(store, member, kind=kind, wants_path=wants_path) as (_, said):
+        store.wait(6)
+        eventually(lambda: len(said) >= told)
+    assert [line for line in said if "path to here" in line] == said and len(said) == told
+
+
+def test_publishers_that_come_a_moment_later_are_waited_for() -> None:
+    store = Answers(OTHERS_PUBLISH, THE_SAME_HERE)
+    with running(store, LOADER, wants_path=False) as (_, said):
+        store.wait(6)
+    assert said == []
+
+
+def test_an_engine_that_takes_no_part_any_more_leaves_and_is_silent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(presence, "_NUDGE_S", 0.0)
+    store = Answers(TWO, ELSEWHERE)
+    with running(store, BOTH, kind=None, refresh_s=3600) as (one, said):
+        store.wait(1)
+        one.leave()
+        store.wait(2)
+        one.saw_request(handed_over=True)
+        one.missed()
+        store.wait(3)
+    left = Member("decode", loads=False, publishes=False)
+    assert store.asked[1:] == [left] * len(store.asked[1:]) and said == []
 
 
 def test_a_store_that_answered_once_keeps_the_path_through_a_fault() -> None:

@@ -136,20 +136,6 @@ def test_names_follow_the_convention() -> None:
             assert list(metric.buckets) == sorted(set(metric.buckets))
 
 
-def test_counters_never_fall() -> None:
-    registry = CollectorRegistry()
-    prom = metrics(registry)
-    recorder = StatsRecorder()
-    last: dict[Any, float] = {}
-    for _ in range(3):
-        report = recorder.report(everything(recorder))
-        assert report is not None
-        prom.observe(report.to_dict())
-        now = {(s.name, *sorted(s.labels.items())): s.value for s in samples(registry)}
-        assert all(now[key] >= before for key, before in last.items())
-        last = now
-
-
 def test_a_series_of_another_version_is_left_out() -> None:
     prom = metrics(CollectorRegistry())
     prom.observe({"counters": {"invented": 1, "loads": 1, "loads|a|b": 1}, "gauges": {"x|y": 1}})

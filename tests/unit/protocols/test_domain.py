@@ -33,7 +33,8 @@ RECORD = DomainRecord(
 
 CHANGES: dict[str, object] = {
     "version": 99, "model": "other", "weights": "other", "revision": "r", "quantization": "fp8",
-    "compute_dtype": "float16", "draft_model": "mtp", "scheduler_block_tokens": 128,
+    "compute_dtype": "float16", "draft_model": "mtp", "length_scaling": "longrope:long",
+    "scheduler_block_tokens": 128,
     "layout": CacheLayout(groups=LAYOUT.groups, hash_tokens=32), "hash_function": "xxhash",
     "hash_probe": "01", "kv_dtype": "fp8", "state_dtypes": ("float32", "float32"),
     "conv_layout": "SD", "kv_layout": "HND", "attention_backend": "other", "platform": "cuda",
@@ -64,7 +65,7 @@ def test_equal_records_have_one_id_and_no_difference() -> None:
 
 def test_the_encoding_is_canonical_and_never_changes_within_a_version() -> None:
     """A change of this digest parts every running cluster: raise DOMAIN_VERSION with it."""
-    assert (DOMAIN_VERSION, RECORD.domain_id) == (4, "f39b4712d47f79eb")
+    assert (DOMAIN_VERSION, RECORD.domain_id) == (5, "909e7e80f44e43df")
     text = json.dumps(json.loads(RECORD.canonical()), sort_keys=True, separators=(",", ":"))
     assert text.encode() == RECORD.canonical()
 

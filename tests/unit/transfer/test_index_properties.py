@@ -222,6 +222,18 @@ class IndexMachine(RuleBasedStateMachine):
         self.index.abandon(name, self.now)
 
     @rule(name=PUBLICATIONS)
+    def abandon_while_written(self, name: PublicationId) -> None:
+        """End a publication that somebody may be writing: no byte of its space is given away, and
+        what still comes under its name is refused."""
+        used = self.index.stats().used_bytes
+        name = PublicationId(f"{name} for good") if not self.index.is_open(name) else name
+        self.index.abandon(name, self.now, still_written=True)
+        assert not self.index.is_open(name) and self.index.stats().used_bytes == used
+        with pytest.raises(StoreRejected, match="ended for good"):
+            self.index.reserve(self.domains[0], name, [], self.now)
+        self.index.publications._refused.clear()  # the other rules go on using the few names
+
+    @rule(name=PUBLICATIONS)
     def disown(self, name: PublicationId) -> None:
         """Its writer is gone without a word, and may still be writing."""
         known = self.index.is_open(name)
