@@ -181,6 +181,7 @@ def test_it_serves_until_it_is_told_to_stop(tmp_path: Path, ups: list[Up]) -> No
     assert len(up.seen) == 5
     for name in ("store", "prefill-0", "decode-0", "decode-1", "proxy"):
         assert re.search(rf"^{name} +\w+://127.0.0.1:\d+.* \S+/{name}\.log$", up.text(), re.M)
+        assert re.search(rf"^  {name} ready after \d+ s$", up.text(), re.M)
     page = re.search(r"^Status page of the store: (\S+)/ ", up.text(), re.M)
     assert page and "Backhaul" in httpx.get(page[1], follow_redirects=True).text
     assert httpx.get(f"{page[1]}/healthz").is_success
