@@ -243,6 +243,9 @@ class Consumer:
                 self._stats.count("loads", kind)
                 self._stats.count("loaded_tokens", kind, n=load.boundary - load.local_tokens)
             return
+        if not tracked.request.num_preemptions:
+            # vLLM counted them as cached with the blocks; it leaves preempted requests out.
+            self._stats.count("failed_load_tokens", n=load.boundary - load.local_tokens)
         if job.settled < job.ranks:
             # The transfer may still write into these pages: keep them from being reused.
             self._holds.take(load.block_ids, force=True)

@@ -41,6 +41,13 @@ class BlockHolds:
         tokens: int | None = self._pool.blocks[block_id].block_hash_num_tokens
         return tokens
 
+    def has_room(self, block_ids: Iterable[int], *, without: Iterable[int] = ()) -> bool:
+        """Whether these could be held, after one hold on each of ``without`` was given back."""
+        gone = Counter(without)
+        given_up = sum(self._held[block] <= times for block, times in gone.items())
+        fresh = sum(self._held[block] <= gone[block] for block in set(block_ids))
+        return len(self._held) - given_up + fresh <= self._limit
+
     def take(self, block_ids: Iterable[int], *, force: bool = False) -> bool:
         """Hold blocks, all or none. False where the limit would be passed (unless ``force``).
 
@@ -49,8 +56,7 @@ class BlockHolds:
         ids = list(block_ids)
         if 0 in ids:
             raise ValueError("block 0 is vLLM's null block and cannot be held")
-        fresh = {block for block in ids if block not in self._held}
-        if not force and len(self._held) + len(fresh) > self._limit:
+        if not force and not self.has_room(ids):
             return False
         self._pool.touch([self._pool.blocks[block] for block in ids])
         self._held.update(ids)

@@ -104,6 +104,8 @@ class Publisher:
         self._clock = clock
         self._outbox: list[PublishJob] = []
         self._sending: dict[int, _Sending] = {}
+        # Requests with a decode position to give up, by id; the one reached longest ago first.
+        self._decode_pins: dict[str, TrackedRequest] = {}
         self._open: dict[PublicationId, int] = {}  # jobs of it that some rank has not settled
         self._ending: set[PublicationId] = set()
         self._unsettled: dict[int, PublicationId] = {}  # by job
@@ -193,6 +195,7 @@ class Publisher:
             if tracked.decode_pin:
                 self._unpin(tracked, tracked.decode_pin)
             tracked.decode_pin = boundary
+            self._decode_pins[tracked.request_id] = tracked
             if self._options.stream_ahead:
                 self._stream(tracked, pin, table)
 
@@ -347,8 +350,7 @@ class Publisher:
             if old.blocks == blocks:
                 return
             self._unpin(tracked, boundary)  # rolled back and crossed again in another block
-        if not self._holds.take(pin.block_ids):
-            self._stats.count("publication_failures", Reason.PIN_LIMIT)
+        if not self._take(pin.block_ids, for_user=_ends_user_turn(tracked, kinds)):
             return
         tracked.pins[boundary] = pin
         self._pins += 1
@@ -358,7 +360,28 @@ class Publisher:
         self._pins -= 1
         if tracked.decode_pin == boundary:
             tracked.decode_pin = 0
+            del self._decode_pins[tracked.request_id]
         self._holds.give_back(pin.block_ids)
+
+    def _take(self, blocks: list[int], *, for_user: bool) -> bool:
+        """Hold blocks; False, and counted, where the pin limit forbids it.
+
+        The end of a user's message outlives all that is said after it, so for it the positions of
+        running replies give way: the oldest first, as it is replaced soonest.
+        """
+        if for_user:
+            pins = [(one, one.pins[one.decode_pin]) for one in self._decode_pins.values()]
+            given_up = [block for _, pin in pins for block in pin.block_ids]
+            enough = self._holds.has_room(blocks, without=given_up)
+            for tracked, pin in pins if enough else ():
+                if self._holds.has_room(blocks):
+                    break
+                self._unpin(tracked, pin.boundary)
+                self._stats.count("publication_failures", Reason.PIN_LIMIT)
+        if self._holds.take(blocks):
+            return True
+        self._stats.count("publication_failures", Reason.PIN_LIMIT)
+        return False
 
     # -- jobs ---------------------------------------------------------------------------------
 
@@ -408,7 +431,7 @@ class Publisher:
             hashes=tuple(bytes(h) for h in hashes[:count]),
             kinds=kinds,
             producer=self._engine_id,
-            user_turn=CheckpointKind.INPUT_END in kinds and tracked.hints.user_turn,
+            user_turn=_ends_user_turn(tracked, kinds),
             work=self._work,
         )
         job = self._dispatch(tracked, publication, blocks, manifest, kinds, pin.boundary)
@@ -452,8 +475,7 @@ class Publisher:
         if 0 in ids:  # a block that vLLM has dropped already
             self._stats.count("publication_failures", Reason.ATTENTION_MISSING)
             return None
-        if not self._holds.take(ids):
-            self._stats.count("publication_failures", Reason.PIN_LIMIT)
+        if not self._take(ids, for_user=_ends_user_turn(tracked, kinds)):
             return None
         job = self._book.open(tracked.request_id, ids)
         self._sending[job.job_id] = _Sending(job, publication, kinds, tracked, upto, self._clock())
@@ -520,3 +542,7 @@ class Publisher:
             self._ending.discard(publication)
             self._open.pop(publication, None)
             self._catalog.give_back(lambda: self._store.abandon(publication, timeout_s=2.0))
+
+
+def _ends_user_turn(tracked: TrackedRequest, kinds: tuple[CheckpointKind, ...]) -> bool:
+    return CheckpointKind.INPUT_END in kinds and tracked.hints.user_turn

@@ -320,6 +320,10 @@ class SchedulerHalf:
 
     def has_pending_push_work(self) -> bool:
         """Whether an idle engine should keep stepping."""
+        if not self._domain_sent:
+            # Numbers leave an engine with a step only. This first one, of no tokens, shows
+            # ``info`` before the first request, so that fresh engines can be compared.
+            return True
         if self._publisher.busy or (self._consumer is not None and self._consumer.busy):
             self._idle_since = None
             return True

@@ -108,7 +108,7 @@ class RecordedTemplate:
         self.plain = plain
         self.marked: MarkedTemplate | None = None
         self.rules: ReasoningRules | None = None
-        self.digest = hashlib.sha256(source.encode()).hexdigest()[:16]
+        self.digest = hashlib.sha256(source.encode(errors="surrogatepass")).hexdigest()[:16]
         with contextlib.suppress(Exception):
             self.marked = MarkedTemplate(source, plain.environment)
         with contextlib.suppress(Exception):

@@ -86,6 +86,10 @@ SURFACES: tuple[Surface, ...] = (
         parameters("self", "request") & source_has("ResponsesRenderResult("),
     ),
     Surface(
+        "vllm.entrypoints.openai.parser.harmony_utils", "get_encoding", "Harmony's tokens",
+        parameters() & source_has("load_harmony_encoding("),
+    ),
+    Surface(
         "vllm.renderers.hf", "HfRenderer.render_messages_async", "template arguments",
         parameters("self", "messages", "params")
         & source_has("params.get_apply_chat_template_kwargs()", "_apply_chat_template_async("),

@@ -100,13 +100,14 @@ def bench(
     Example: backhaul bench reuse results --workload tool_loop --budget capacity=4MiB
 
     Exit code 0: all arms are done; 1: an engine or the store failed; 2: an argument is wrong; 130:
-    interrupted.
+    interrupted; 143: SIGTERM.
     """
     need("`backhaul bench`", *ENGINE, *TINY_MODEL)
     from backhaul.benchmarks.reuse.run import MODEL, run_matrix
     from backhaul.deploy.console import Console
-    from backhaul.deploy.processes import ServiceError
+    from backhaul.deploy.processes import ServiceError, exit_on_sigterm
 
+    exit_on_sigterm()
     if not math.isfinite(scale):  # compares as in range
         raise ConfigError(f"--scale is {scale}: give a factor, e.g. 2")
     sizes = Sizes(

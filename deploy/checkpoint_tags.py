@@ -16,6 +16,7 @@ from backhaul.deploy.prompt_lookup import (
 )
 from backhaul.protocols.checkpoint import DomainId, Reason
 from backhaul.transfer.base import CheckpointInfo, DomainInfo, Visibility
+from backhaul.transfer.listing import LISTING_MAX
 
 if TYPE_CHECKING:
     from backhaul.transfer.backends.inspector import StoreInspector
@@ -62,21 +63,27 @@ def tagged_without(
     wanted: str | None,
 ) -> TaggedPage:
     """A page without a request. With a ``target``, each checkpoint's tags are those for a request
-    that goes on from its very prefix; which one such a request selects is not said."""
+    that goes on from its very prefix; which one such a request selects is not said. As many as the
+    query's limit, 0: all, however many pages of the store that takes."""
     fields = differing_fields(domains, target) if target else {}
     rows: list[tuple[CheckpointInfo, Tags]] = []
+    # Where most are passed over, a page asks for more than are wanted.
+    asked = LISTING_MAX if wanted == "consumable" else query.limit
+    cursor, most = query.cursor, asked
     while True:
-        page = inspector.page(query)
-        for info in page.checkpoints:
-            tags = _tags_without(info, target, fields)
-            if wanted != "consumable" or tags.consumable:
-                rows.append((info, tags))
-        left = query.limit - len(rows)
-        if not page.next_cursor or left <= 0:
+        page = inspector.page(dataclasses.replace(query, limit=most, cursor=cursor))
+        tags = [_tags_without(info, target, fields) for info in page.checkpoints]
+        fit = [place for place, one in enumerate(tags) if wanted != "consumable" or one.consumable]
+        left = query.limit - len(rows) if query.limit else len(fit)
+        if len(fit) > left:
+            # The same page again, ended with the last one wanted: its cursor goes on from there.
+            most = fit[left - 1] + 1
+            continue
+        rows += [(page.checkpoints[place], tags[place]) for place in fit]
+        cursor, most = page.next_cursor, asked
+        if not cursor or (query.limit and len(rows) == query.limit):
             infos = tuple(info for info, _ in rows)
-            return TaggedPage(infos, tuple(tags for _, tags in rows), page.next_cursor)
-        # Whole pages only, so that the last one's cursor goes on where this listing ends.
-        query = dataclasses.replace(query, limit=left, cursor=page.next_cursor)
+            return TaggedPage(infos, tuple(one for _, one in rows), cursor)
 
 
 def _tags_without(

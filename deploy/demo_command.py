@@ -42,13 +42,15 @@ def demo(
 
     Example: backhaul demo --output demo.json --keep-logs
 
-    Exit code 0: both ran; 1: a service failed; 2: wrong usage; 130: interrupted.
+    Exit code 0: both ran; 1: a service failed; 2: wrong usage; 130: interrupted; 143:
+    SIGTERM.
     """
     need("`backhaul demo`", *ENGINE, *TINY_MODEL)
     from backhaul.deploy.console import Console
     from backhaul.deploy.demo import run_demo
-    from backhaul.deploy.processes import ServiceError
+    from backhaul.deploy.processes import ServiceError, exit_on_sigterm
 
+    exit_on_sigterm()
     try:
         run_demo(
             Console(),

@@ -214,6 +214,15 @@ def check_engine(
                 "start it with BackhaulConnector in --kv-transfer-config",
             )
         )
+    elif not engine.domain:
+        findings.append(
+            Finding(
+                f"{name}: connector",
+                Level.WARNING,
+                "it shows no cache domain yet, so nothing of it could be compared",
+                "send it a request and run this again; start it without --disable-log-stats",
+            )
+        )
     elif elsewhere:
         findings.append(
             Finding(
@@ -224,7 +233,7 @@ def check_engine(
                 'give every engine one "store" in kv_connector_extra_config',
             )
         )
-    elif engine.domain and record is None:
+    elif record is None:
         findings.append(
             Finding(
                 f"{name}: connector",
@@ -250,11 +259,23 @@ def check_engine(
     return findings
 
 
-def check_side_by_side(engines: Sequence[tuple[EngineView, DomainInfo]]) -> list[Finding]:
-    """Whether engines that run now can use each other's bytes: every two of them."""
+def check_side_by_side(engines: Sequence[tuple[EngineView, DomainInfo | None]]) -> list[Finding]:
+    """Whether engines that run now can use each other's bytes: every two of them. None: its cache
+    domain is not known, so that of several engines it is said that this one was not compared."""
     findings = []
-    for index, (one, mine) in enumerate(engines):
-        for other, theirs in engines[index + 1 :]:
+    unknown = [one.url for one, info in engines if info is None]
+    if unknown and len(engines) > 1:
+        findings.append(
+            Finding(
+                "engines side by side",
+                Level.WARNING,
+                f"{', '.join(unknown)}: compared with nothing, as the cache domain is not known",
+                "do what is said of it above, and run this again",
+            )
+        )
+    known = [(one, info) for one, info in engines if info is not None]
+    for index, (one, mine) in enumerate(known):
+        for other, theirs in known[index + 1 :]:
             found = compare(mine.record, theirs.record)
             pair = f"{one.url} and {other.url}"
             if found.verdict is Verdict.EQUAL:

@@ -122,7 +122,7 @@ def doctor(
             uri, info = others.get(view.domain, ("", None))
         seen.append(Seen(view, info, uri))
         findings += check_engine(view, info.record if info else None, uri)
-    findings += check_side_by_side([(one.view, one.info) for one in seen if one.info])
+    findings += check_side_by_side([(one.view, one.info) for one in seen])
     everything = [*domains, *(info for _, info in others.values() if info not in domains)]
     pair = choose_pair(everything, compare, seen) if reached or others else None
     rows = differences(pair[0].record, pair[1].record) if pair else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -190,11 +191,26 @@ def _against_logs(
     }
 
 
+def differing_block(block_tokens: int, grid_tokens: int, common: int, boundary: int) -> int:
+    """How many tokens after the ``common`` ones hold the first in which a prompt differs from a
+    checkpoint at ``boundary``: as far as the next hash by which the store compared them.
+
+    Args:
+        block_tokens: of the blocks by which it compares (``compared_group``); 0: it compares whole
+            checkpoints only.
+        grid_tokens: the prompt has hashes at multiples of it only.
+    """
+    rest = boundary - common
+    return min(math.lcm(block_tokens, grid_tokens), rest) if block_tokens else rest
+
+
 def as_document(
     info: DomainInfo, explanation: Explanation, subject: Subject, reader: PromptReader
 ) -> dict[str, Any]:
     """What a lookup adds to the document that ``--json`` prints."""
     import msgspec
+
+    from backhaul.transfer.listing import compared_group
 
     grid = info.record.layout.boundary_tokens
     deepest = (subject.prompt_tokens - 1) // grid * grid  # one token is always computed
@@ -220,9 +236,10 @@ def as_document(
     if closest is not None:
         start, tokens = closest.common_tokens, subject.tokens
         # Hashes tell blocks apart: the first other token is one of these.
-        block = min((g.block_tokens for g in info.record.layout.groups), default=1)
-        if subject.request is not None:
-            block = subject.request.grid_tokens
+        grid_tokens = subject.request.grid_tokens if subject.request is not None else 1
+        group = compared_group(info.record.layout)
+        block_tokens = group.block_tokens if group is not None else 0
+        block = differing_block(block_tokens, grid_tokens, start, closest.boundary)
         document["closest_mismatch"] = {
             "boundary": closest.boundary,
             "block_hash": closest.block_hash.hex(),
@@ -231,7 +248,8 @@ def as_document(
             "age_s": round(closest.age_s, 3),
             "common_tokens": start,
             "block": [start, min(start + block, subject.prompt_tokens)],
-            "block_is_whole": start + block <= subject.prompt_tokens,
+            "block_is_whole": start + block <= subject.prompt_tokens
+            and not (start + block) % grid_tokens,
             "before": reader.decode(tokens[max(start - 12, 0) : start]),
             "prompt_block": reader.decode(tokens[start : start + block]),
         }

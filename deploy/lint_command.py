@@ -18,6 +18,7 @@ _HEADINGS = (
     ("guards", "generation-only", "green"),
     ("refusals", "refused", "red"),
     ("moving", "moving control text", "yellow"),
+    ("maybe_moving", "may be moving", "yellow"),
     ("clocks", "clock", "yellow"),
     ("trailing", "outside guards", "yellow"),
 )

@@ -7,6 +7,7 @@ A :class:`Service` is one process with everything that it spawned and a health a
 from __future__ import annotations
 
 import abc
+import atexit
 import os
 import random
 import signal
@@ -304,6 +305,16 @@ class Cluster:
             if self._previous_handler is not None:
                 signal.signal(signal.SIGTERM, self._previous_handler)
                 self._previous_handler = None
+
+
+def exit_on_sigterm() -> None:
+    """From now to the end of this process SIGTERM is ``SystemExit``, and it is ignored once the
+    interpreter ends: the exit code is settled then, and the default would replace it by death of
+    the signal. Does nothing off the main thread, where Python takes no handler."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _exit_on_signal)
+        # An ignored signal stays so, while Python's own handlers are undone before modules are.
+        atexit.register(signal.signal, signal.SIGTERM, signal.SIG_IGN)
 
 
 def _exit_on_signal(number: int, frame: FrameType | None) -> None:

@@ -148,15 +148,17 @@ def up(
 
     Example: backhaul up --decode 2 --listen 127.0.0.1:8000
 
-    Exit code 1: a service failed; 2: wrong usage; 130: Ctrl-C; 143: SIGTERM.
+    Exit code 1: a service failed, and everything was stopped before any signal came; 2: wrong
+    usage; 130: Ctrl-C; 143: SIGTERM.
     """
     need("`backhaul up`", *ENGINE, *(() if model else TINY_MODEL))
     from backhaul.deploy.console import Console
     from backhaul.deploy.logs import log_folder
-    from backhaul.deploy.processes import ServiceError, free_port
+    from backhaul.deploy.processes import ServiceError, exit_on_sigterm, free_port
     from backhaul.deploy.up import UpPlan
     from backhaul.transfer.daemon.ports import listen_on
 
+    exit_on_sigterm()
     address = parse_address(listen)
     if model is None and gpus:
         raise ConfigError("the tiny model runs on the CPU only: give --model with --gpus")

@@ -257,6 +257,9 @@ ENGINE: dict[str, Metric] = {
         "Prompt tokens that loads spared, by the end selected.", PRIMARY_KIND
     ),
     "load_failures": _counter("Loads that failed and were recomputed.", LOAD_REASON),
+    "failed_load_tokens": _counter(
+        "Prompt tokens of loads that failed, which vLLM's own counters have as cached."
+    ),
     "load_bytes": _counter("Bytes loaded from the store, all ranks."),
     "load_seconds": _histogram("Time of one load, dispatch to the last rank.", _LOAD_BUCKETS_S),
     # -- publications --

@@ -69,7 +69,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         verify_loads: compare every loaded object with its checksum.
         transfer_threads: threads per worker for loads, and as many for publications.
         convert_buffer_bytes: host memory per worker through which checkpoints of engines with
-            another tensor-parallel size are converted; 0: they are not used.
+            another tensor-parallel size or other pipeline stages are converted; 0: they are not
+            used.
         request_log: file to which every request's record is appended as a JSON line; "" for none.
         request_log_tokens: also the token ids of prompt and output, which are what users wrote;
             ``backhaul explain`` then names the token at which two histories part.

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, MutableMapping
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -14,17 +16,21 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from backhaul.proxy.answers import error_body
+from backhaul.proxy.answers import error_body, error_event
 from backhaul.proxy.exchange import Cluster, Exchange, Send
 from backhaul.proxy.legs import Endpoint
-from backhaul.proxy.metrics import Metrics, Outcome
+from backhaul.proxy.metrics import LegFault, Metrics, Outcome
 from backhaul.proxy.pool import Pool, Worker
 from backhaul.proxy.settings import ProxySettings
 from backhaul.proxy.upstream import (
+    Headers,
     LegError,
-    call,
     forwarded_request_headers,
     forwarded_response_headers,
+    is_stream,
+    opened,
+    raise_if_retriable,
+    whole,
 )
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -33,7 +39,9 @@ KEEPALIVE_S = 4.0
 """Below the 5 s after which workers close idle connections: one that is reused in the moment in
 which its other end closes it would look like a worker that died."""
 QUERY_TIMEOUT_S = 10.0
-"""For what needs no generation: models, stored responses."""
+"""For what needs no generation: models, stored responses. Of a stream, for its headers."""
+_PATH_SAFE = "/:@!$&'()*+,;=~"
+"""What a path may hold as it is (RFC 3986, ``pchar``); all else goes on percent-encoded."""
 
 
 def make_app(settings: ProxySettings) -> Starlette:
@@ -47,7 +55,9 @@ def make_app(settings: ProxySettings) -> Starlette:
     cluster = Cluster(
         settings=settings,
         # No environment: a proxy variable of the shell must not stand between the workers and us.
-        client=httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False),
+        client=httpx.AsyncClient(
+            timeout=timeout, limits=limits, trust_env=False, cookies=_no_cookies()
+        ),
         metrics=Metrics(),
         prefill=Pool("prefill", settings.prefill, settings.prefill_policy),
         decode=Pool("decode", settings.decode, settings.decode_policy),
@@ -69,6 +79,12 @@ def make_app(settings: ProxySettings) -> Starlette:
     )
     app.state.cluster = cluster
     return app
+
+
+def _no_cookies() -> CookieJar:
+    """Keeps nothing: cookies are between one client and a worker, and all clients share ours. They
+    pass as headers, in both directions."""
+    return CookieJar(DefaultCookiePolicy(allowed_domains=()))
 
 
 def _lifespan(cluster: Cluster) -> Callable[[Starlette], Any]:
@@ -112,17 +128,7 @@ class _Generation:
             await JSONResponse(body, 413)(scope, receive, send)
             return
         exchange = Exchange(self._cluster, self._endpoint, raw, scope["headers"], send)
-        work = asyncio.create_task(exchange.run(), name="exchange")
-        gone = asyncio.create_task(_disconnected(receive), name="disconnect")
-        try:
-            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            # Cancelling the work closes its connection to a worker, which then stops generating.
-            gone.cancel()
-            work.cancel()
-            results = await asyncio.gather(work, gone, return_exceptions=True)
-        if isinstance(results[0], Exception):
-            raise results[0]
+        await _while_connected(exchange.run(), receive)
 
     async def _read(self, receive: Receive) -> bytes | None:
         """The body, at most one message more than is allowed; None where the client left."""
@@ -138,6 +144,21 @@ class _Generation:
             if not message.get("more_body", False):
                 break
         return b"".join(parts)
+
+
+async def _while_connected(answering: Coroutine[Any, Any, None], receive: Receive) -> None:
+    """Run ``answering`` until it ends or the client leaves, whichever is first."""
+    work = asyncio.create_task(answering, name="exchange")
+    gone = asyncio.create_task(_disconnected(receive), name="disconnect")
+    try:
+        await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        # Cancelling the work closes its connection to a worker, which then stops generating.
+        gone.cancel()
+        work.cancel()
+        results = await asyncio.gather(work, gone, return_exceptions=True)
+    if isinstance(results[0], Exception):
+        raise results[0]
 
 
 async def _disconnected(receive: Receive) -> None:
@@ -169,7 +190,9 @@ class _Queries:
     async def _ask(
         self, request: Request, workers: list[Worker], *, skip_missing: bool = False
     ) -> Response:
-        path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+        path = _path(request)
+        if path is None:
+            return JSONResponse(error_body(None, 404, "there is no such path", "not_found"), 404)
         headers = forwarded_request_headers(request.headers.raw, "")
         headers = [(name, value) for name, value in headers if name != b"x-request-id"]
         body = await request.body()
@@ -179,18 +202,29 @@ class _Queries:
         for worker in workers:
             try:
                 async with asyncio.timeout(QUERY_TIMEOUT_S):
-                    answer = await call(
-                        self._cluster.client, worker, request.method, path, headers, body
-                    )
+                    response = await self._answer(worker, request.method, path, headers, body)
             except (LegError, TimeoutError) as error:
                 words = str(error) or f"{worker.url} did not answer in {QUERY_TIMEOUT_S:g} s"
                 continue
-            response = Response(answer.body, answer.status)
-            response.raw_headers += forwarded_response_headers(answer.headers)
-            if answer.status != 404 or not skip_missing:
+            if response.status_code != 404 or not skip_missing:
                 return response
             missing = response
         return missing or JSONResponse(error_body(endpoint, 503, words, "unreachable"), 503)
+
+    async def _answer(
+        self, worker: Worker, method: str, path: str, headers: Headers, body: bytes
+    ) -> Response:
+        """Raises :class:`LegError` where another worker may do better."""
+        async with contextlib.AsyncExitStack() as stack:
+            asked = opened(self._cluster.client, worker, method, path, headers, body)
+            upstream = await stack.enter_async_context(asked)
+            if upstream.status_code == 200 and is_stream(upstream):
+                return _PassedStream(self._cluster.settings, worker, upstream, stack.pop_all())
+            answer = await whole(upstream)
+        raise_if_retriable(worker, answer)
+        response = Response(answer.body, answer.status)
+        response.raw_headers += forwarded_response_headers(answer.headers)
+        return response
 
     async def health(self, request: Request) -> Response:
         """200 while a decode worker is healthy: without prefill, requests are still answered."""
@@ -209,3 +243,72 @@ class _Queries:
         return Response(
             generate_latest(self._cluster.metrics.registry), media_type=CONTENT_TYPE_LATEST
         )
+
+
+def _path(request: Request) -> str | None:
+    """What a worker is asked for, percent-encoded anew: it was decoded to find the route. None for
+    a path that leads elsewhere: with ``..`` in a name it would become another one on the way."""
+    path: str = request.scope["path"]
+    if {".", ".."} & set(path.split("/")):
+        return None
+    query = request.scope["query_string"].decode("latin-1")
+    return quote(path, safe=_PATH_SAFE) + (f"?{query}" if query else "")
+
+
+class _PassedStream(Response):
+    """A stream of a stored response as its worker sends it.
+
+    ``held`` closes the connection to the worker. A stream that breaks ends with an error event.
+    """
+
+    def __init__(
+        self,
+        settings: ProxySettings,
+        worker: Worker,
+        upstream: httpx.Response,
+        held: contextlib.AsyncExitStack,
+    ) -> None:
+        self.status_code = upstream.status_code
+        self.background = None
+        self.raw_headers = forwarded_response_headers(upstream.headers.raw)
+        self._settings = settings
+        self._worker = worker
+        self._upstream = upstream
+        self._held = held
+
+    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
+        """See ``starlette.responses.Response``."""
+        try:
+            await _while_connected(self._pass_on(send), receive)
+        finally:
+            await self._held.aclose()
+
+    async def _pass_on(self, send: Send) -> None:
+        start = {"status": self.status_code, "headers": self.raw_headers}
+        await send({"type": "http.response.start", **start})
+        ending = b""
+        try:
+            async with asyncio.timeout(self._settings.request_timeout_s), self._held:
+                await self._pass_events(send)
+        except LegError as error:
+            words = f"the decode worker failed: {error}"
+            ending = error_event(Endpoint.RESPONSES, 502, words, "bad_gateway")
+        except TimeoutError:
+            words = f"the request took longer than {self._settings.request_timeout_s:g} s"
+            ending = error_event(Endpoint.RESPONSES, 504, words, "timeout")
+        await send({"type": "http.response.body", "body": ending, "more_body": False})
+
+    async def _pass_events(self, send: Send) -> None:
+        """Raises :class:`LegError` for a silence that is too long."""
+        chunks = self._upstream.aiter_raw()
+        stall_s = self._settings.stall_timeout_s
+        while True:
+            try:
+                async with asyncio.timeout(stall_s):
+                    chunk = await anext(chunks, None)
+            except TimeoutError:
+                message = f"{self._worker.url} was silent for {stall_s:g} s in a stream"
+                raise LegError(LegFault.TIMEOUT, message, delivered=True) from None
+            if chunk is None:
+                return
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})

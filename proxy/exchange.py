@@ -43,6 +43,7 @@ from backhaul.proxy.upstream import (
     call,
     forwarded_request_headers,
     forwarded_response_headers,
+    is_stream,
     opened,
     raise_if_retriable,
     whole,
@@ -156,7 +157,7 @@ class Exchange:
             if error is not None:
                 self._metrics.retries.labels("decode", error.fault).inc()
             # Without another way to get an answer, waiting is better than giving up.
-            others = attempts > 0 and self._decode_worker({*tried, worker}) is not None
+            others = attempts > 0 and self._cluster.decode.has_other({*tried, worker})
             patience_s = None
             if others or prefill is not None:
                 patience_s = self._settings.first_token_timeout_s
@@ -205,6 +206,8 @@ class Exchange:
         if prefill is None:
             return None, Handover.NO_PARAMETERS
         self._metrics.leg_seconds.labels("prefill").observe(time.monotonic() - started)
+        by = legs.rendered_by(self._endpoint, self._body, prefill)
+        self._metrics.renders.labels(self._endpoint, by).inc()
         if prefill.cached_tokens is not None:
             computed = max(prefill.prompt_tokens - prefill.cached_tokens, 0)
             self._metrics.prompt_tokens.labels("cached").inc(prefill.cached_tokens)
@@ -264,7 +267,7 @@ class Exchange:
                     asyncio.timeout(patience_s) as patience,
                     opened(client, worker, "POST", path, self._headers, payload) as response,
                 ):
-                    if response.status_code == 200 and _is_stream(response):
+                    if response.status_code == 200 and is_stream(response):
                         outcome = await self._stream(response, worker, prefill, patience)
                     else:
                         patience.reschedule(None)
@@ -447,7 +450,3 @@ class _Ending:
 def _no_first_token(worker: Worker, limit_s: float) -> LegError:
     message = f"{worker.url} gave no first token in {limit_s:g} s"
     return LegError(LegFault.TIMEOUT, message, delivered=True)
-
-
-def _is_stream(response: httpx.Response) -> bool:
-    return str(response.headers.get("content-type", "")).startswith("text/event-stream")

@@ -57,6 +57,7 @@ class Seen:
     path: str
     headers: dict[str, str]
     raw: bytes
+    query: str = ""
     disconnected: threading.Event = field(default_factory=threading.Event)
     answered: threading.Event = field(default_factory=threading.Event)
 
@@ -121,7 +122,7 @@ class FakeEngine:
             raw += message.get("body", b"")
             more = message.get("more_body", False)
         headers = {name.decode(): value.decode("latin-1") for name, value in scope["headers"]}
-        seen = Seen(path, headers, raw)
+        seen = Seen(path, headers, raw, scope["query_string"].decode())
         self.seen.append(seen)
         answering = asyncio.create_task(self._answer(seen, send))
         leaving = asyncio.create_task(_left(receive))
@@ -146,6 +147,10 @@ class FakeEngine:
             body = behaviour.error_body or _error(behaviour.status, f"{self.name} cannot")
             headers = {"content-type": "application/json", **behaviour.headers}
             await _respond(send, behaviour.status, json.dumps(body).encode(), headers)
+            return
+        if seen.path.startswith("/v1/responses/") and "stream=true" in seen.query:
+            stored = _Reply(self, Seen("/v1/responses", seen.headers, b"{}"), {})
+            await _stream(send, stored, behaviour)
             return
         try:
             body = seen.body

@@ -55,6 +55,13 @@ class Handover(enum.StrEnum):
     TRANSFER_FAILED = "transfer_failed"  # decode failed with the hand-over, and was asked without
 
 
+class RenderedBy(enum.StrEnum):
+    """Who turned the prompt of a hand-over into tokens."""
+
+    PREFILL = "prefill"  # for both legs: decode was given the token ids
+    EACH_LEG = "each_leg"  # decode rendered the same request once more, for itself
+
+
 _REPLY_ONLY = frozenset(
     [
         # How tokens are chosen.
@@ -311,6 +318,46 @@ def _ids(ids: Any) -> tuple[int, ...] | None:
     if any(type(token) is not int or not 0 <= token <= TOKEN_ID_MAX for token in ids):
         return None
     return tuple(ids)
+
+
+MEDIA = frozenset(
+    [
+        *("image", "image_url", "input_image", "image_pil", "image_embeds"),
+        *("audio_url", "input_audio", "audio_embeds", "video_url", "video_embeds"),
+        *("document", "input_file", "prompt_embeds"),
+    ]
+)
+"""Types and members of content parts for which workers render the messages whatever ids they are
+given."""
+
+
+def rendered_by(endpoint: Endpoint, body: Mapping[str, Any], prefill: PrefillAnswer) -> RenderedBy:
+    """Whose render decode's prompt is, after prefill handed over."""
+    if prefill.token_ids is None:
+        return RenderedBy.EACH_LEG
+    # A plain prompt has no messages, but whatever a client adds is not looked at.
+    if endpoint is not Endpoint.COMPLETIONS:
+        for name in ("messages", "input"):
+            items = body.get(name)
+            if isinstance(items, list) and any(_holds_media(item) for item in items):
+                return RenderedBy.EACH_LEG
+    return RenderedBy.PREFILL
+
+
+def _holds_media(item: Any, levels: int = 3) -> bool:
+    """Of a message or content part; results of tools have parts of their own."""
+    if not isinstance(item, dict) or not levels:
+        return False
+    kind = item.get("type")
+    if MEDIA & item.keys() or (isinstance(kind, str) and kind in MEDIA):
+        return True
+    parts = [item.get(name) for name in ("content", "output")]
+    return any(
+        _holds_media(part, levels - 1)
+        for inner in parts
+        if isinstance(inner, list)
+        for part in inner
+    )
 
 
 def decode_body(

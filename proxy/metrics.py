@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from backhaul.proxy.legs import Endpoint, Handover
+from backhaul.proxy.legs import Endpoint, Handover, RenderedBy
 from backhaul.proxy.pool import Pool
 
 PREFIX = "backhaul:proxy"
@@ -58,6 +58,12 @@ class Metrics:
             ["result"],
             registry=registry,
         )
+        self.renders = Counter(
+            f"{PREFIX}_renders",
+            "Hand-overs by whose render decode's prompt was: prefill's, or decode's own once more.",
+            ["endpoint", "by"],
+            registry=registry,
+        )
         self.retries = Counter(
             f"{PREFIX}_retries",
             "Legs tried again on another worker.",
@@ -88,6 +94,8 @@ class Metrics:
         for endpoint in Endpoint:
             for outcome in Outcome:
                 self.requests.labels(endpoint, outcome)
+            for by in RenderedBy:
+                self.renders.labels(endpoint, by)
         for result in Handover:
             self.handovers.labels(result)
         for leg in ("prefill", "decode"):

@@ -81,7 +81,8 @@ class Pool:
         self._turn = 0
 
     def choose(self, key: bytes, tried: Collection[Worker] = ()) -> Worker | None:
-        """The best worker that was not tried yet; None when all were."""
+        """The best worker that was not tried yet; None when all were. Each choice takes a turn: ask
+        once for every request that is sent."""
         left = {worker.url: worker for worker in self.workers if worker not in tried}
         if not left:
             return None
@@ -89,6 +90,10 @@ class Pool:
         names = preference(self._policy, candidates, key=key, turn=self._turn)
         self._turn += 1
         return left[names[0]]
+
+    def has_other(self, tried: Collection[Worker]) -> bool:
+        """Whether ``choose`` would still find one. Takes no turn."""
+        return any(worker not in tried for worker in self.workers)
 
     @property
     def healthy(self) -> list[Worker]:

@@ -13,6 +13,8 @@ import uvicorn
 from backhaul.proxy.app import make_app
 from backhaul.proxy.settings import ProxySettings
 
+logger = logging.getLogger(__name__)
+
 
 class _Server(uvicorn.Server):
     """Says where it can be reached, once it can be."""
@@ -43,6 +45,8 @@ class _Server(uvicorn.Server):
 def serve(settings: ProxySettings, listener: socket.socket) -> None:
     """Run until SIGTERM or SIGINT. Requests that run then may end within ``grace_s`` seconds; a
     second signal ends them at once."""
+    for remark in settings.remarks():
+        logger.warning("%s", remark)
     config = uvicorn.Config(
         make_app(settings),
         log_config=None,

@@ -29,7 +29,8 @@ class ProxySettings:
         retries: how many further workers are tried per leg.
         connect_timeout_s: longest wait for a connection to a worker.
         prefill_timeout_s: longest prefill leg, all its attempts together; decode computes the
-            prompt itself after that.
+            prompt itself after that. Twice ``first_token_timeout_s``: with less than that, the
+            retry after a silent worker has no time of its own.
         first_token_timeout_s: longest wait for the first token of an attempt: of the prefill leg's
             answer, and of a stream's first event with content. Then another worker is tried.
         request_timeout_s: longest request, from its arrival to its last byte.
@@ -46,7 +47,7 @@ class ProxySettings:
     decode_policy: Policy = Policy.LEAST_LOADED
     retries: int = 1
     connect_timeout_s: float = 5.0
-    prefill_timeout_s: float = 120.0
+    prefill_timeout_s: float = 240.0
     first_token_timeout_s: float = 120.0
     request_timeout_s: float = 1800.0
     stall_timeout_s: float = 120.0
@@ -74,6 +75,17 @@ class ProxySettings:
             )
         if not 0 <= self.grace_s <= 86_400:
             raise ConfigError(f"grace is {self.grace_s}: give 0 ... 86400 seconds")
+
+    def remarks(self) -> list[str]:
+        """What is allowed and hardly meant; each one line."""
+        silent, limit = self.first_token_timeout_s, self.prefill_timeout_s
+        if self.retries and len(self.prefill) > 1 and limit <= silent:
+            return [
+                f"no other prefill worker is tried after a silent one: the prefill timeout "
+                f"({limit:g} s) ends the leg before the first-token timeout ({silent:g} s); give "
+                f"--first-token-timeout below --prefill-timeout"
+            ]
+        return []
 
 
 def parse_urls(texts: list[str]) -> tuple[str, ...]:

@@ -102,6 +102,11 @@ async def opened(
         raise LegError(LegFault.LOST, _words(worker, error), delivered=True) from None
 
 
+def is_stream(response: httpx.Response) -> bool:
+    """Whether the answer comes as server-sent events."""
+    return str(response.headers.get("content-type", "")).startswith("text/event-stream")
+
+
 async def whole(response: httpx.Response) -> Answer:
     """Read the rest of an answer."""
     return Answer(response.status_code, response.headers.raw, await response.aread())

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import jinja2
 import msgspec
 
 from backhaul.protocols.errors import ConfigError
-from backhaul.render.guards import Branch, Finding, analyse, describe
+from backhaul.render.guards import analyse
 from backhaul.render.reasons import Reason
+from backhaul.render.syntax import Branch, Finding, InlineBranch, describe
 from backhaul.render.template import environment
 
 TEMPLATE_BYTES_MAX = 4 * 1024 * 1024
 """Real templates have at most some tens of kilobytes."""
 
-_CLOCK_PARTS = {"%H": "hour", "%I": "hour", "%M": "minute", "%S": "second", "%f": "microsecond"}
+_DIRECTIVE = re.compile(r"%[-_0^#]*[EO]?(.)")
+"""Flags as glibc's strftime takes them, for which Python passes all it does not know itself."""
+_CLOCK_PARTS = (
+    ("f", "microsecond"),
+    ("SsTXcr", "second"),
+    ("MR", "minute"),
+    ("HIklpP", "hour"),
+)  # fmt: skip
+"""Directives by the finest part that they write, the finest first."""
 
 
 class Remark(msgspec.Struct, frozen=True):
@@ -35,6 +45,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         guards: generation-only branches.
         refusals: uses of the flag whose effect cannot be known.
         moving: control text that makes U_end unknown in prompts that have it.
+        maybe_moving: where more such text may come from, unseen by the search for U_end.
         clocks: the prompt changes with the time.
         trailing: text after the message loop and outside every guard.
     """
@@ -44,6 +55,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     guards: list[Remark]
     refusals: list[Remark]
     moving: list[Remark]
+    maybe_moving: list[Remark]
     clocks: list[Remark]
     trailing: list[Remark]
 
@@ -76,9 +88,13 @@ def lint(name: str, source: str) -> Report:
         reason=reason,
         guards=sorted(marks, key=lambda remark: remark.line),
         refusals=_once(guards.refusals),
-        moving=[_moving(branch) for branch in guards.moving],
+        moving=sorted(
+            [*map(_moving, guards.moving.branches), *map(_moving, guards.moving.inline)],
+            key=lambda remark: remark.line,
+        ),
+        maybe_moving=_once(guards.moving.remarks),
         clocks=[Remark(c.line, _clock(c.message)) for c in guards.clocks],
-        trailing=_once(guards.trailing),
+        trailing=_once(guards.moving.trailing),
     )
 
 
@@ -90,14 +106,13 @@ def _once(findings: list[Finding]) -> list[Remark]:
     return [Remark(line, message) for message, line in first.items()]
 
 
-def _moving(branch: Branch) -> Remark:
-    return Remark(
-        branch.line, f"text that only the end of the conversation has: {branch.condition}"
-    )
+def _moving(place: Branch | InlineBranch) -> Remark:
+    return Remark(place.line, f"text that only the end of the conversation has: {place.condition}")
 
 
 def _clock(call: str) -> str:
-    finest = next((p for f, p in reversed(_CLOCK_PARTS.items()) if f in call), "day")
+    used = set(_DIRECTIVE.findall(call))
+    finest = next((part for letters, part in _CLOCK_PARTS if used & set(letters)), "day")
     return f"{call}: nothing after it survives the {finest}"
 
 

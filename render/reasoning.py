@@ -13,7 +13,7 @@ from typing import Any
 
 from jinja2 import meta, nodes
 
-from backhaul.render.guards import on_position
+from backhaul.render.syntax import on_position
 from backhaul.render.ternary import UNKNOWN, evaluate, truth
 
 FIELDS = frozenset({"reasoning_content", "reasoning"})

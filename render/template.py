@@ -18,7 +18,8 @@ from jinja2 import nodes
 from backhaul.render.guards import Guards, analyse
 from backhaul.render.reasons import Reason
 
-_MARK, _MOVED, _INLINE = "_backhaul_mark", "_backhaul_moved", "_backhaul_inline"
+_MARK, _INLINE = "_backhaul_mark", "_backhaul_inline"
+_MOVED, _MOVED_INLINE = "_backhaul_moved", "_backhaul_moved_inline"
 
 
 class Rendering(NamedTuple):
@@ -74,8 +75,9 @@ class MarkedTemplate:
             return None
         mark = moved = _Mark()
         values = {**variables, _MARK: mark}
-        if self.guards.moving:
+        if self.guards.moving.branches or self.guards.moving.inline:
             values[_MOVED] = moved = _Mark()
+            values[_MOVED_INLINE] = moved.before
         if self.guards.inline:
             values[_INLINE] = mark.before
         # As jinja2.Template.render, which joins the same pieces.
@@ -129,15 +131,16 @@ def _length_from_first_mark(pieces: list[str], fired: int) -> int | None:
 
 def _insert(guards: Guards) -> None:
     """Put the marks into the tree that ``guards`` was made from."""
-    for name, branches in ((_MARK, guards.branches), (_MOVED, guards.moving)):
+    for name, branches in ((_MARK, guards.branches), (_MOVED, guards.moving.branches)):
         for branch in branches:
             written = nodes.Name(name, "load", lineno=branch.line)
             branch.body.insert(0, nodes.Output([written], lineno=branch.line))
-    for inline in guards.inline:
-        function = nodes.Name(_INLINE, "load")
-        value = getattr(inline.expression, inline.field)
-        marked = nodes.Call(function, [value], [], None, None, lineno=1)
-        setattr(inline.expression, inline.field, marked)
+    for name, places in ((_INLINE, guards.inline), (_MOVED_INLINE, guards.moving.inline)):
+        for inline in places:
+            function = nodes.Name(name, "load")
+            value = getattr(inline.expression, inline.field)
+            marked = nodes.Call(function, [value], [], None, None, lineno=1)
+            setattr(inline.expression, inline.field, marked)
 
 
 class _Generation(jinja2.ext.Extension):

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from backhaul.protocols.checkpoint import CheckpointKind, DomainId
 from backhaul.protocols.errors import StoreRejected
-from backhaul.protocols.layout import GroupKind
+from backhaul.protocols.layout import CacheLayout, GroupKind, GroupLayout
 from backhaul.transfer.base import CheckpointInfo, DomainClient, DomainInfo, Visibility
 from backhaul.transfer.checkpoints import CheckpointTable, describe
 from backhaul.transfer.entries import (
@@ -25,6 +25,10 @@ from backhaul.transfer.entries import (
     Domain,
     Tombstone,
 )
+
+LISTING_MAX = 2_000
+"""Checkpoints of one answer of a daemon: some hundred KiB, and its loop is soon free again. Whoever
+wants more asks on with the cursor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,6 +174,13 @@ def _info(item: Checkpoint | _Evicted, now: float, common_tokens: int) -> Checkp
     )
 
 
+def compared_group(layout: CacheLayout) -> GroupLayout | None:
+    """The group by whose blocks ``common_tokens`` is found out: of those that keep every block of
+    a prefix the one with the shortest. None: only whole checkpoints are compared."""
+    full = (group for group in layout.groups if group.kind is GroupKind.FULL)
+    return min(full, key=lambda one: one.block_tokens, default=None)
+
+
 def _common_tokens(
     item: Checkpoint | _Evicted, hashes: Sequence[bytes], domains: Mapping[DomainId, Domain]
 ) -> int:
@@ -188,10 +199,9 @@ def _common_tokens(
         return boundary
     if isinstance(item, _Evicted):
         return 0
-    full = [g for g in home.record.layout.groups if g.kind is GroupKind.FULL]
-    if not full or not item.parts:
+    group = compared_group(home.record.layout)
+    if group is None or not item.parts:
         return 0
-    group = min(full, key=lambda one: one.block_tokens)
     part = next(iter(item.parts.values()))
     chain = [entry.key.block_hash for entry in part if entry.key.group == group.index]
     step = group.block_tokens // unit

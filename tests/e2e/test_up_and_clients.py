@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from e2e_kit import COLD_TOLERANCE, B, agree
 from loss_kit import CASES, TOOL, Resumed, as_leg, lose, template_source
 from openai import OpenAI
 from typer.testing import CliRunner
-from up_kit import MODEL, SPELLED, Ends, Template, Turn, Up, ask, predicted
+from up_kit import MODEL, SPELLED, Ends, Template, Turn, Up, ask, by_token, predicted
 
 from backhaul.benchmarks.reuse.record import (
     Arm,
@@ -38,6 +38,7 @@ from backhaul.benchmarks.reuse.record import (
 )
 from backhaul.benchmarks.reuse.relations import Relations
 from backhaul.deploy.cli import app
+from backhaul.deploy.pair import Leg
 
 START_S = 420.0
 PLAIN = {"chat_template_kwargs": {"enable_thinking": False}}
@@ -316,12 +317,30 @@ def test_a_forced_call_resumes_at_what_was_put_in(up: Up) -> None:
 
 
 def shape(value: Any) -> Any:
-    """What an answer looks like, whatever it says."""
+    """What an answer looks like, whatever it says; bytes of a text are one thing."""
+    if isinstance(value, list) and value and all(isinstance(one, int) for one in value):
+        return "bytes"
     if isinstance(value, Mapping):
         return {name: shape(one) for name, one in value.items()}
     if isinstance(value, list):
         return [shape(one) for one in value]
     return type(value).__name__
+
+
+def as_answer(logprobs: Sequence[Any]) -> Leg:
+    """Tokens and log-probabilities of an answer, or of a stream's chunks in order."""
+    chosen = [int(one.token.rpartition(":")[2]) for some in logprobs for one in some.content]
+    return Leg(
+        tokens=tuple(chosen),
+        finish_reason="length",
+        prompt_tokens=0,
+        cached_tokens=0,
+        backhaul=None,
+        kv_transfer_params=None,
+        seconds=0.0,
+        first_token_s=0.0,
+        logprobs=tuple(best for some in logprobs for best in by_token(some)),
+    )
 
 
 def test_log_probabilities_are_those_of_a_direct_call(up: Up) -> None:
@@ -332,19 +351,22 @@ def test_log_probabilities_are_those_of_a_direct_call(up: Up) -> None:
         "temperature": 0,
         "logprobs": True,
         "top_logprobs": 3,
-        "extra_body": PLAIN | {"ignore_eos": True},
+        "extra_body": PLAIN | {"ignore_eos": True, "return_tokens_as_token_ids": True},
     }
     direct = OpenAI(base_url=f"{up.engines['decode-0']}/v1", api_key="none", max_retries=0)
-    found = []
+    found, said = [], []
     for client, handover in ((up.client, "done"), (direct, None)):
         raw = client.chat.completions.with_raw_response.create(**body)
         assert raw.headers.get("x-backhaul-handover") == handover
-        whole = raw.parse().choices[0].logprobs.model_dump()
+        whole = raw.parse().choices[0].logprobs
         chunks = client.chat.completions.create(stream=True, **body)
-        streamed = [one.logprobs.model_dump() for c in chunks for one in c.choices if one.logprobs]
-        assert len(whole["content"]) == sum(len(some["content"]) for some in streamed) == 6
-        found.append((shape(whole), [shape(some) for some in streamed]))
+        streamed = [one.logprobs for c in chunks for one in c.choices if one.logprobs]
+        found.append([shape(some.model_dump()) for some in (whole, *streamed)])
+        said += [as_answer([whole]), as_answer(streamed)]
     assert found[0] == found[1]
+    for answer in said:
+        assert len(answer.tokens) == 6 and all(len(best) == 3 for best in answer.logprobs)
+        assert agree(answer, said[-1], COLD_TOLERANCE)
 
 
 def test_two_choices(up: Up) -> None:

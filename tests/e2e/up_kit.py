@@ -117,7 +117,7 @@ def ask(up: Up, messages: Sequence[Any], *, stream: bool = False, **more: Any) -
             "usage": answer.usage,
             "input_ids": answer.prompt_token_ids,
             "output_ids": choice.token_ids,
-            "logprobs": _by_token(choice.logprobs),
+            "logprobs": by_token(choice.logprobs),
         }
     usage = parts.pop("usage")
     details = usage.prompt_tokens_details
@@ -131,7 +131,7 @@ def ask(up: Up, messages: Sequence[Any], *, stream: bool = False, **more: Any) -
     )
 
 
-def _by_token(logprobs: Any) -> tuple[dict[int, float], ...]:
+def by_token(logprobs: Any) -> tuple[dict[int, float], ...]:
     """Tokens are named ``token_id:N``."""
     content = logprobs.content if logprobs is not None and logprobs.content else ()
     return tuple(

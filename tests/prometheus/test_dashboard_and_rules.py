@@ -14,6 +14,7 @@ import yaml
 from promql_kit import (
     DASHBOARD,
     RULES,
+    VLLM,
     dashboard_expressions,
     exposed,
     faults,
@@ -79,7 +80,8 @@ def test_the_funnel_shows_every_tag_kind_and_reason() -> None:
     for panel in panels:
         for target in panel.get("targets", ()):
             expression, legend = target["expr"], re.findall(r"{{(\w+)}}", target["legendFormat"])
-            own = {label.name for use in uses(expression) for label in exposed()[use.metric].labels}
+            metrics = [(exposed() | VLLM)[use.metric] for use in uses(expression)]
+            own = {label.name for metric in metrics for label in metric.labels}
             assert set(legend) <= own | {"instance"}, (panel["title"], legend)
             groups = grouping_labels(expression) - {"le", "instance"}
             assert groups == set(legend) - {"instance"}, (panel["title"], groups, legend)
@@ -148,7 +150,7 @@ def test_prometheus_accepts_rules_and_expressions(tmp_path: Path) -> None:
 
 
 class Firing(NamedTuple):
-    """Series that make one rule fire at instance ``bad`` and leave it silent at ``good``.
+    """Series that make one rule fire at an instance that is ``bad`` and silent at a ``good`` one.
 
     ``bad``, ``good``: series name and labels -> promtool's notation of its values, one a minute.
     ``labels``: further labels of the alert.
@@ -220,8 +222,8 @@ FIRINGS: dict[str, Firing] = {
             'backhaul:loads_total{kind="decode_end"}': "0+50x90",
         },
         {
-            'backhaul:load_failures_total{reason="corrupt"}': "5x90",
-            'backhaul:loads_total{kind="decode_end"}': "0+50x90",
+            'backhaul:load_failures_total{reason="corrupt"}': "0+2x90",
+            'backhaul:loads_total{kind="decode_end"}': "0+300x90",
         },
         {"reason": "corrupt"},
     ),
@@ -264,9 +266,9 @@ def series(of: dict[str, str], instance: str) -> list[dict[str, str]]:
     return listed
 
 
-def alert(rule: dict[str, Any], labels: dict[str, str]) -> dict[str, object]:
-    """What promtool expects to see fire at ``bad``."""
-    labels = {"instance": "bad"} | labels
+def alert(rule: dict[str, Any], labels: dict[str, str], instance: str) -> dict[str, object]:
+    """What promtool expects to see fire at ``instance``."""
+    labels = {"instance": instance} | labels
     texts = {
         key: re.sub(r"{{ \$labels\.(\w+) }}", lambda found: labels[found[1]], text)
         for key, text in rule["annotations"].items()
@@ -274,21 +276,26 @@ def alert(rule: dict[str, Any], labels: dict[str, str]) -> dict[str, object]:
     return {"exp_labels": labels | rule["labels"], "exp_annotations": texts}
 
 
-def test_every_rule_fires_when_it_should_and_only_then(tmp_path: Path) -> None:
-    """Each at the instance that goes wrong, once ``for`` is over, and at none that does not."""
+@pytest.mark.parametrize(("bad", "good"), [(1, 5), (5, 1)])
+def test_every_rule_fires_when_it_should_and_only_then(tmp_path: Path, bad: int, good: int) -> None:
+    """Each at the instances that go wrong, once ``for`` is over, and at none that does not,
+    whatever the rest of the fleet does."""
+    ill = [f"bad-{number}" for number in range(bad)]
+    well = [f"good-{number}" for number in range(good)]
     assert {rule["alert"] for rule in rules()} == set(FIRINGS)
     tests = []
     for rule in rules():
         firing = FIRINGS[rule["alert"]]
         for name in (*firing.bad, *firing.good):
             assert faults(name) == [], "a series that nothing exposes proves nothing"
-        expected = [alert(rule, firing.labels)]
+        expected = [alert(rule, firing.labels, instance) for instance in ill]
         checks = [
             {"eval_time": "85m", "alertname": rule["alert"], "exp_alerts": expected},
             {"eval_time": "1m", "alertname": rule["alert"], "exp_alerts": []},
         ]
-        both = series(firing.bad, "bad") + series(firing.good, "good")
-        tests.append({"interval": "1m", "input_series": both, "alert_rule_test": checks})
+        fleet = [one for instance in ill for one in series(firing.bad, instance)]
+        fleet += [one for instance in well for one in series(firing.good, instance)]
+        tests.append({"interval": "1m", "input_series": fleet, "alert_rule_test": checks})
     case = {"rule_files": [str(RULES)], "evaluation_interval": "1m", "tests": tests}
     file = tmp_path / "case.yaml"
     file.write_text(yaml.safe_dump(case))

@@ -21,6 +21,7 @@ from harness import (
     make_spec,
 )
 from hypothesis import HealthCheck, given, settings
+from hypothesis import seed as seed_of
 from hypothesis import strategies as st
 from presence import put
 from sim_kit import tokens
@@ -248,15 +249,17 @@ PRESENCE = {
     "limit": st.integers(0, 200),
 }
 MANY = settings(
-    max_examples=300, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
+    max_examples=600, deadline=None, suppress_health_check=list(HealthCheck), database=None
 )
 
 
-def test_what_the_index_finds_is_vllm_s_joint_hit() -> None:
+@pytest.mark.parametrize("part", range(4))
+def test_what_the_index_finds_is_vllm_s_joint_hit(part: int) -> None:
     """The deepest boundary at which vLLM's coordinator would resume from the same objects; never
     beyond what it finds inside the blocks."""
     seen: Counter[str] = Counter()
 
+    @seed_of(part)
     @MANY
     @given(shape=layouts(), **PRESENCE)
     def compare(shape: Any, seed: int, missing: float, count: int, limit: int) -> None:
@@ -272,11 +275,13 @@ def test_what_the_index_finds_is_vllm_s_joint_hit() -> None:
     assert seen["on the grid"] > 50
 
 
-def test_an_eagle_group_only_lowers_vllm_s_hit() -> None:
+@pytest.mark.parametrize("part", range(2))
+def test_an_eagle_group_only_lowers_vllm_s_hit(part: int) -> None:
     """Ours is at least vLLM's, and exactly what it would be if no group had a draft's proof."""
     lowered = 0
 
-    @settings(MANY, max_examples=100)
+    @seed_of(part)
+    @settings(MANY, max_examples=300)
     @given(shape=layouts(drafts=True), **PRESENCE)
     def compare(shape: Any, seed: int, missing: float, count: int, limit: int) -> None:
         nonlocal lowered

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
-from harness import BLOCK, FULL, HYBRID, STATE, Group, Pair, new_uri
+from harness import ATTENTION, BLOCK, FULL, HYBRID, STATE, Group, Pair, new_uri
 from sim_kit import kinds, tokens
 
 from backhaul.connector.worker import WorkerHalf
@@ -74,3 +75,22 @@ def test_a_latent_cache_is_stored_once_for_all_ranks(pair: Pair) -> None:
         here.close()
     assert sizes["latent"][0] == sizes["one"][0] == sizes["sharded"][0] // 2
     assert sizes["latent"][1] == sizes["sharded"][1] == 2 * sizes["one"][1]
+
+
+@pytest.mark.parametrize("other", [False, True], ids=["as told", "others"])
+def test_a_rank_whose_pages_are_not_as_told_ends_conversions_for_the_engine(
+    pair: Pair, other: bool
+) -> None:
+    """vLLM told the scheduler half of one layer; what the engine does by itself goes on."""
+    engine = pair.engine(ranks=2, groups=ATTENTION)
+    half = engine.backhaul._half
+    assert all(group.page for group in half._facts.layout.groups)
+    if other:
+        worker = engine.workers[1]._worker
+        groups = tuple(msgspec.structs.replace(g, page=()) for g in worker._layout.groups)
+        worker._layout = msgspec.structs.replace(worker._layout, groups=groups)
+    first = engine.run(tokens(3 * B + 2, 1), 2 * B)
+    assert half._catalog._convertible._closed is other
+    assert half._presence._member.converts is not other
+    assert engine.run(first.history + tokens(3, 2), 3).resumed == (len(first.history) - 1) // B * B
+    pair.check_idle()

@@ -435,7 +435,8 @@ def test_vllm_counts_what_was_loaded_as_cached_on_a_host(pair: Pair, sibling: bo
     pair.check_idle()
 
 
-def test_vllm_counts_a_load_as_admitted_also_where_it_fails() -> None:
+@pytest.mark.parametrize("preempted", [False, True], ids=["new", "preempted"])
+def test_vllm_counts_a_load_as_admitted_also_where_it_fails(preempted: bool) -> None:
     faults = Faults({"read_fails": 1.0}, 1, slow_s=0.01)
     where = Restartable(new_uri())
     pair = Pair(where.uri)
@@ -444,16 +445,39 @@ def test_vllm_counts_a_load_as_admitted_also_where_it_fails() -> None:
     first = decode.run(tokens(4 * B + 3, 1), 3 * B)
     decode.check_idle()
     name = prefill.submit(first.history + tokens(5, 2), 3)
+    prefill.requests[name].num_preemptions = int(preempted)
     admitted: list[int] = []
     before = prefill.scheduler.connector_prefix_cache_stats
     while prefill.step():
         admitted += before.hits_by_source.values()
         before = prefill.scheduler.connector_prefix_cache_stats
-    assert admitted[0] == (len(first.history) - 1) // B * B
+        if preempted and prefill.counters["load_failures|load_failed"]:
+            prefill.requests[name].num_preemptions = 0  # it never ran, as the runner knows
+    assert (admitted[0] == (len(first.history) - 1) // B * B) != preempted
     assert prefill.finished[name].loaded == 0
     assert not any(name.startswith("loaded_tokens") for name in prefill.counters)
     assert prefill.counters["load_failures|load_failed"] > 0
+    # What never arrived can be taken off again.
+    assert prefill.counters["failed_load_tokens"] == sum(admitted)
     pair.close()
+
+
+@ASYNC
+@pytest.mark.parametrize("sibling", [False, True], ids=["alone", "in MultiConnector"])
+def test_an_engine_shows_its_domain_before_any_request(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, sibling: bool, asynchronous: bool
+) -> None:
+    """And sleeps then."""
+    engine = pair.engine(sibling=sibling, asynchronous=asynchronous)
+    shown: dict[str, Any] = {}
+
+    def count(stats: dict[str, Any]) -> None:
+        shown.update(stats.get("BackhaulConnector", stats).get("gauges", {}))
+
+    monkeypatch.setattr(engine, "_count", count)
+    engine.drain()
+    domain = engine.backhaul._half._facts.domain.domain_id
+    assert shown[f"info|{domain}|both"] == 1 and engine.steps == 1
 
 
 # -- the request log --------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from harness import BLOCK, Group, Pair
+from harness import BLOCK, HYBRID, Group, Pair, new_uri
 from sim_kit import daemon, tokens
 
 from backhaul.connector.request_facts import message_facts
@@ -79,4 +79,37 @@ def test_the_end_of_the_users_message_outlives_the_tool_loop_in_a_full_store(
     assert not deepest, "the loop's own ends went first"
     assert evicted() == 1
     assert engine.counters["user_turns_published"] == 1
+    pair.close()
+
+
+@pytest.mark.parametrize(
+    ("last", "blocks", "published"),
+    [("user", 3, True), ("tool", 3, False), ("user", 20, False)],
+    ids=["user", "tool", "too_long"],
+)
+def test_running_replies_give_up_their_pins_for_the_end_of_a_users_message(
+    last: str, blocks: int, published: bool
+) -> None:
+    """As many as are needed; none where all of them are not enough."""
+    pair = Pair(new_uri())
+    limit = {"max_pinned_fraction": 9.5 / 2048}
+    engine = pair.engine(groups=HYBRID, num_blocks=2048, budget=512, options=limit)
+    replies = [engine.submit(tokens(2 * B + 1, seed), 200 * B) for seed in range(3)]
+    decode_pins = engine.backhaul._half._publisher._decode_pins
+    while len(decode_pins) < len(replies):
+        engine.step()
+    name = engine.submit(tokens(blocks * B + 3, 9), 2, params=hints(blocks * B + 2, "user", last))
+    given_up = 0
+    while name in engine.live:
+        engine.step()
+        running = set(replies) & set(engine.live)
+        given_up = max(given_up, len(running - set(decode_pins)))
+    assert engine.counters["publication_failures|pin_limit"] >= 1
+    for reply in replies:
+        engine.abort(reply)
+    engine.drain()
+    engine.check_idle()
+    assert not decode_pins
+    assert engine.counters["user_turns_published"] == published
+    assert (0 < given_up < len(replies)) is published
     pair.close()

@@ -370,10 +370,18 @@ class EmbeddedStore(Store):
         self, domain: DomainId | None = None, *, limit: int = 0, timeout_s: float
     ) -> list[CheckpointInfo]:
         """See ``Store``."""
-        request = store_pb2.ListCheckpointsRequest(domain_id=domain or "", limit=limit)
         deadline = time.monotonic() + timeout_s
-        reply = self._keeper.call("ListCheckpoints", request, deadline, domain)
-        return [wire.checkpoint_info(one) for one in reply.checkpoints]
+        infos: list[CheckpointInfo] = []
+        cursor = ""
+        while True:
+            request = store_pb2.ListCheckpointsRequest(
+                domain_id=domain or "", limit=max(limit - len(infos), 0), cursor=cursor
+            )
+            reply = self._keeper.call("ListCheckpoints", request, deadline, domain)
+            infos += [wire.checkpoint_info(one) for one in reply.checkpoints]
+            cursor = reply.next_cursor
+            if not cursor or (limit and len(infos) >= limit):
+                return infos
 
     def close(self) -> None:
         """See ``Store``. Running transfers are given up first."""

@@ -18,10 +18,7 @@ from backhaul.transfer.backends import wire
 from backhaul.transfer.backends.rpc import PROTOCOL_VERSION, CatalogChannel
 from backhaul.transfer.base import CheckpointInfo, DomainInfo, LookupResult, StoreStats
 from backhaul.transfer.daemon.settings import PORT_MAX
-from backhaul.transfer.listing import ListPage, ListQuery
-
-PAGE_CHECKPOINTS = 2_000
-"""Asked for at once: some hundred KiB per message, and the daemon's loop is soon free again."""
+from backhaul.transfer.listing import LISTING_MAX, ListPage, ListQuery
 
 
 class StoreInspector:
@@ -51,7 +48,7 @@ class StoreInspector:
         return [wire.domain_info(message) for message in reply.domains]
 
     def page(self, query: ListQuery) -> ListPage:
-        """One page."""
+        """One page, of at most ``LISTING_MAX`` checkpoints also where the limit is larger or 0."""
         request = store_pb2.ListCheckpointsRequest(
             domain_id=query.domain or "",
             domain_prefix=query.domain_prefix,
@@ -96,7 +93,7 @@ class StoreInspector:
     def all(self, query: ListQuery) -> Iterator[CheckpointInfo]:
         """Every checkpoint that ``query`` selects, page by page; its limit is the page's size."""
         fields = {name: getattr(query, name) for name in query.__dataclass_fields__}
-        fields["limit"] = query.limit or PAGE_CHECKPOINTS
+        fields["limit"] = query.limit or LISTING_MAX
         while True:
             page = self.page(ListQuery(**fields))
             yield from page.checkpoints

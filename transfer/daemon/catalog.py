@@ -41,7 +41,7 @@ from backhaul.transfer.base import GrantStatus, Member, Visibility, Written
 from backhaul.transfer.daemon.pool import Pool
 from backhaul.transfer.entries import NotKnown
 from backhaul.transfer.index import BlockIndex, LookupAnswer
-from backhaul.transfer.listing import ListQuery
+from backhaul.transfer.listing import LISTING_MAX, ListQuery
 
 PROTOCOL_VERSION = 1
 """Version of store.proto's meaning. 1: first version."""
@@ -473,7 +473,7 @@ def _query(request: store_pb2.ListCheckpointsRequest) -> ListQuery:
         visibilities=frozenset(visibilities or (Visibility.VISIBLE,)),
         prefix_hashes=tuple(request.prefix_hashes),
         hits_min=request.hits_min,
-        limit=request.limit,
+        limit=min(request.limit or LISTING_MAX, LISTING_MAX),
         cursor=request.cursor,
     )
 

@@ -196,6 +196,16 @@ def test_an_engine_that_is_known_to_decode_only_says_it_without_a_miss(
             eventually(lambda: store.asked[-1] == BOTH)
 
 
+def test_an_engine_that_turns_out_to_be_unable_to_convert_tells_the_store() -> None:
+    able = BOTH._replace(converts=True)
+    store = Answers(TWO)
+    with running(store, able) as (one, _):
+        store.wait(1)
+        assert store.asked[0] == able
+        one.stop_converting()
+        eventually(lambda: store.asked[-1] == BOTH)
+
+
 def test_engines_that_start_together_say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first answer finds nobody, the second, some seconds later, does."""
     store = Answers(ALONE, TWO)

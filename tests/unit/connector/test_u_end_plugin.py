@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import inspect
 import json
 import sys
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from backhaul.connector import selfcheck, u_end, u_end_plugin
 from backhaul.connector.hints import PROMPT_TAIL
 from backhaul.deploy.tiny_model import CHAT_TEMPLATE, build_tiny_model
 from backhaul.render.reasons import Reason
+from backhaul.render.template import environment
 
 MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello\n"}]
 HEADER = "<|im_start|>assistant\n"
@@ -486,6 +489,18 @@ def test_every_surface_is_there() -> None:
     assert selfcheck.missing_surfaces(u_end_plugin.SURFACES) == []
 
 
+@pytest.mark.parametrize("module", [u_end, u_end_plugin])
+def test_every_name_of_vllm_that_is_used_is_among_the_surfaces(module: ModuleType) -> None:
+    known = {(s.module, s.name.split(".")[0]) for s in u_end_plugin.SURFACES}
+    modules = {name for name, _ in known}
+    imports = [n for n in ast.walk(ast.parse(inspect.getsource(module))) if hasattr(n, "names")]
+    for node in imports:
+        origin = getattr(node, "module", None) or ""
+        if origin.split(".")[0] in ("vllm", "transformers"):
+            for name in (alias.name for alias in node.names):
+                assert (origin, name) in known or f"{origin}.{name}" in modules
+
+
 @pytest.mark.parametrize("surface", u_end_plugin.SURFACES, ids=lambda s: s.name)
 def test_a_changed_surface_keeps_the_plugin_out(
     surface: selfcheck.Surface,
@@ -535,6 +550,20 @@ def test_installed_when_vllm_imports_its_renderer(monkeypatch: pytest.MonkeyPatc
     assert colorsys.rgb_to_hsv(0, 0, 0) == (0, 0, 0)
     assert done == [True]
     assert not finders()
+
+
+@pytest.mark.parametrize("odd", ["\ud800", "\udfff\ud800", "\0"])
+def test_a_template_of_any_text_is_rendered_and_recorded(odd: str) -> None:
+    """JSON may hold half of a surrogate pair, and a request its own template."""
+    made = environment()
+    recorded, other = (
+        u_end.RecordedTemplate(made.from_string(source), source)
+        for source in (odd + GUARD, odd + odd + GUARD)
+    )
+    assert recorded.digest != other.digest
+    with u_end.Recorder() as recorder:
+        assert recorded.render(add_generation_prompt=True) == odd + "<|im_start|>"
+    assert (recorder.reason, recorder.template) == (None, recorded.digest)
 
 
 def test_outcomes_are_named_once() -> None:

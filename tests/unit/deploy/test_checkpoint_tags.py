@@ -53,6 +53,23 @@ class Listing:
         return ListPage(tuple(fit))
 
 
+class PagedListing(Listing):
+    """A store that answers at most ``most`` at once."""
+
+    def __init__(self, infos: list[CheckpointInfo], most: int) -> None:
+        super().__init__(infos)
+        self._most = most
+        self.calls = 0
+
+    def page(self, query: ListQuery) -> ListPage:
+        self.calls += 1
+        start = int(query.cursor.partition("/")[2] or 0)
+        whole = super().page(query).checkpoints
+        end = start + min(query.limit or self._most, self._most)
+        more = f"0x1p0/{end}" if end < len(whole) else ""
+        return ListPage(whole[start:end], more)
+
+
 def info(
     blocks: int,
     common: int,
@@ -133,6 +150,36 @@ def test_without_a_request_each_tag_implies_the_one_before_and_none_is_selected(
         assert (tags["consumable"] is None) == (tags["hash_matched"] is None) == (target is None)
         assert tags["consumable"] or not filtered
     assert filtered or len(page.checkpoints) == len(infos)
+
+
+@given(
+    st.lists(st.sampled_from(DOMAINS), max_size=40),
+    st.integers(1, 7),
+    st.integers(0, 9),
+    st.booleans(),
+)
+def test_a_listing_has_as_many_as_fit_up_to_its_limit_and_goes_on_where_it_ended(
+    homes: list[DomainInfo], most: int, limit: int, only_consumable: bool
+) -> None:
+    infos = [info(1, 1, home, hits=number) for number, home in enumerate(homes)]
+    store = PagedListing(infos, most)
+    wanted = [one for one in infos if one.domain != FOREIGN.id or not only_consumable]
+    listed: list[CheckpointInfo] = []
+    query = dataclasses.replace(QUERY, limit=limit)
+    while True:
+        before = store.calls
+        page = tagged_without(
+            cast(StoreInspector, store), DOMAINS, MINE, query,
+            "consumable" if only_consumable else None,
+        )  # fmt: skip
+        assert store.calls - before <= len(infos) // most + 2
+        left = len(wanted) - len(listed)
+        assert len(page.checkpoints) == (min(limit, left) if limit else left)
+        listed += page.checkpoints
+        if not page.next_cursor:
+            break
+        query = dataclasses.replace(query, cursor=page.next_cursor)
+    assert listed == wanted
 
 
 @given(INFOS, st.integers(0, 4), st.sampled_from([None, *TAGS]), st.integers(0, 2))

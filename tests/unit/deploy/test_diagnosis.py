@@ -24,6 +24,7 @@ from backhaul.deploy.domain_rows import differences
 from backhaul.deploy.engine_view import parse_metrics
 from backhaul.deploy.findings import Finding, Level, worst
 from backhaul.deploy.retention import INTERVAL
+from backhaul.protocols.domain import DomainRecord
 from backhaul.protocols.layout import GroupKind
 from backhaul.protocols.policy import Policy
 from backhaul.transfer.base import DomainClient, DomainInfo, StoreStats
@@ -155,6 +156,35 @@ def test_engines_side_by_side() -> None:
     assert check_side_by_side([(a, same)]) == []
 
 
+@given(st.lists(st.sampled_from([None, info(), info(kv_dtype="fp8")]), max_size=5))
+def test_no_engine_is_left_out_of_the_comparison_in_silence(
+    infos: list[DomainInfo | None],
+) -> None:
+    seen = [(engine(url=f"engine-{number}."), one) for number, one in enumerate(infos)]
+    found = check_side_by_side(seen)
+    said = " ".join(one.says for one in found)
+    compared = len(infos) - infos.count(None) > 1
+    for view, one in seen:
+        if one is None and len(infos) > 1:
+            assert any(view.url in f.says and f.level is Level.WARNING for f in found)
+        assert one is None or not compared or view.url in said
+
+
+@pytest.mark.parametrize("elsewhere", ["", "backhaul://other:1"])
+@pytest.mark.parametrize("record", [None, make_record()])
+@pytest.mark.parametrize("domain", ["", "0123456789abcdef"])
+def test_an_engine_is_in_order_only_where_its_cache_domain_was_read(
+    domain: str, record: DomainRecord | None, elsewhere: str
+) -> None:
+    """A fresh engine that shows none may differ from every other."""
+    found = check_engine(engine(domain=domain), record if domain else None, elsewhere)
+    level = levels(found).get("engine u: connector")
+    if not domain:
+        assert level is Level.WARNING
+    else:
+        assert level is (Level.PROBLEM if elsewhere or record is None else None)
+
+
 def test_every_warning_and_problem_says_what_to_do() -> None:
     findings = [
         check_store(StoreStats(counters={"full_objects": 1})),
@@ -170,6 +200,7 @@ def test_every_warning_and_problem_says_what_to_do() -> None:
         *check_engine(engine(cache={"mamba_block_size": "8"}, domain="x"), None),
         *check_engine(engine(cache={"mamba_cache_mode": "none"}), make_record()),
         *check_engine(engine(domain="x"), make_record(), "backhaul://other:1"),
+        *check_side_by_side([(engine(url="a"), None), (engine(url="b"), info())]),
         *check_engine(engine(cache=dense_cache(), policy="main_sparse"), make_record()),
         *check_engine(engine(cache=dense_cache(), has_connector=False), None),
         *check_engine(

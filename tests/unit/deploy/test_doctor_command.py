@@ -197,6 +197,21 @@ def test_two_engines_are_compared_by_what_they_are_in_now(store: RunningStore) -
         assert document["compared"] == [other, one]
 
 
+def test_engines_that_show_no_domain_are_not_passed_over(store: RunningStore) -> None:
+    """Nor is the comparison made without saying so; it is no problem, so the exit code is 0."""
+    with running_store() as empty:
+        domain = empty.open("fresh", "prefill-9:scheduler")
+        empty.open("fresh", "decode-9:scheduler")
+        for other in (domain, ""):
+            with engine_at("") as fresh, engine_at(other) as second:
+                code, document = doctor(empty, f"--engine={fresh}", f"--engine={second}")
+            assert code == 0
+            silent = [fresh, second][: 1 + (not other)]
+            assert levels_of(document, ": connector") == ["warning"] * len(silent)
+            (said,) = [f for f in document["findings"] if f["check"] == "engines side by side"]
+            assert said["level"] == "warning" and all(url in said["says"] for url in silent)
+
+
 def test_engines_with_stores_of_their_own(store: RunningStore) -> None:
     one = store.open("apart", "prefill-8:scheduler")
     with running_store() as elsewhere:

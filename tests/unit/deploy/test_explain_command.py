@@ -11,14 +11,20 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from index_kit import GRID, chain
+from index_kit import GRID, Driver, chain, make_record
 from store_kit import RunningStore, backhaul, running_store
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from backhaul.deploy.explain_command import as_document
+from backhaul.deploy.explanation import Explanation
 from backhaul.deploy.processes import free_port
+from backhaul.deploy.prompt_lookup import Subject, make_reader
 from backhaul.deploy.prompts import hash_prompt
-from backhaul.protocols.layout import GroupKind
+from backhaul.deploy.request_lines import RequestLine
+from backhaul.protocols.layout import CacheLayout, GroupKind, GroupLayout
 from backhaul.protocols.record import Candidate, LoggedRequest
+from backhaul.transfer.base import DomainInfo
+from backhaul.transfer.listing import ListQuery
 
 WORDS = ["[UNK]", *"abcdefghijklmnopqrstuvwxyz"]
 FIELDS = st.sampled_from([*LoggedRequest.__struct_fields__, *Candidate.__struct_fields__])
@@ -235,6 +241,50 @@ def test_a_full_match_has_no_closest_that_does_not(store: RunningStore, model: P
     assert f"one of tokens {2 * GRID} to {3 * GRID - 1} of this prompt.\n" in out
     out = explained("z", 1)  # departs at once
     assert "shares a block" in out and "Both share no whole block." in out
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> CacheLayout:
+    """Of a group that is compared block by block, or none, and one that is not."""
+    sizes = st.sampled_from([GRID, 2 * GRID, 3 * GRID])
+    other = GroupLayout(index=0, kind=GroupKind.RECURRENT, block_tokens=draw(sizes))
+    full = GroupLayout(index=1, kind=GroupKind.FULL, block_tokens=draw(sizes))
+    groups = draw(st.sampled_from([(other,), (other, full)]))
+    return CacheLayout(groups=groups, hash_tokens=GRID)
+
+
+@given(layouts(), st.text("ab", min_size=12, max_size=12), st.data())
+def test_the_first_other_token_is_in_the_block_that_is_named(
+    layout: CacheLayout, letters: str, data: st.DataObject
+) -> None:
+    """Whatever groups there are, and whichever of the prompt's hashes are known."""
+    step = layout.boundary_tokens // GRID
+    kept = letters[: step * data.draw(st.integers(1, len(letters) // step))]
+    prompt = letters[: data.draw(st.integers(0, 12))] + data.draw(st.text("ab", max_size=12))
+    driver = Driver(layout=layout)
+    driver.publish(kept)
+    grid = data.draw(st.integers(1, 3))
+    hashes = [one if not (i + 1) % grid else b"" for i, one in enumerate(chain(prompt))]
+    query = ListQuery(prefix_hashes=tuple(hashes) or (b"none",))
+    (info,) = driver.index.query_checkpoints(query, driver.now).checkpoints
+    if info.common_tokens == info.boundary:
+        return
+    subject = Subject(
+        prompt_tokens=len(prompt) * GRID, tokens=[],
+        request=RequestLine(raw={}, request_id="r", grid_tokens=grid * GRID),
+    )  # fmt: skip
+    record = make_record("m", layout)
+    home = DomainInfo(record.domain_id, record, (), 0.0, 1, {}, 0, 0)
+    found = Explanation(candidates=(), common=(), looked_up=0, closest=info, strangers=0)
+    reader = make_reader(None, special_tokens=False)
+    closest = as_document(home, found, subject, reader)["closest_mismatch"]
+    pairs = zip(kept, prompt, strict=False)
+    other = next((i for i, (one, two) in enumerate(pairs) if one != two), None)
+    first, end = closest["block"]
+    if other is None:
+        assert not closest["block_is_whole"]
+    else:
+        assert first <= other * GRID < end
 
 
 def test_what_the_prompt_cuts_off_may_be_the_same(store: RunningStore, model: Path) -> None:

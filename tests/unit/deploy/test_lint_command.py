@@ -50,6 +50,65 @@ def test_everything_is_in_the_json(tmp_path: Path) -> None:
     assert report["trailing"]
 
 
+@pytest.mark.parametrize(
+    ("inside", "message"),
+    [
+        (
+            "{% if loop.last %}{% set c = c ~ effort %}{% endif %}{{ c }}",
+            "c is set where loop.last",
+        ),
+        ("{% if loop.last %}{% set ns.c = effort %}{% endif %}{{ ns.c }}", "ns.c is set where"),
+        ("{% if loop.last %}{% set c %}E{% endset %}{% endif %}{{ c }}", "c is set where"),
+        ("{% set c = effort if loop.last else '' %}{{ c }}", "c is set from how far"),
+        ("{% set end = loop.last %}{% if end %}E{% endif %}", "end is set from how far"),
+        ("{{ turn(m, loop.last) }}", "macro turn is told which"),
+        ("{{ turn(m, end=loop.index == messages|length) }}", "macro turn is told which"),
+        ("{{ turn(m, loop.last) if m.role == 'user' else '' }}", "macro turn is told which"),
+        ("{{ m.content ~ ('E' if loop.last) }}", "an expression depends on how far"),
+    ],
+)
+def test_what_may_be_moving_is_told(tmp_path: Path, inside: str, message: str) -> None:
+    source = (
+        "{% macro turn(m, end=false) %}{{ m.content }}{% if end %}E{% endif %}{% endmacro %}"
+        f"{{% set ns = namespace(c='') %}}{{% for m in messages %}}\n{inside}{{% endfor %}}{GUARD}"
+    )
+    path = write(tmp_path / "t.jinja", source)
+    code, out, _ = run("--json", path)
+    (report,) = json.loads(out)
+    assert (code, report["moving"]) == (0, [])
+    (remark,) = report["maybe_moving"]
+    assert remark["line"] == 2 and message in remark["message"]
+    assert "may be moving: " in run(path)[1]
+
+
+def test_moving_text_in_an_expression_is_told(tmp_path: Path) -> None:
+    source = (
+        "{% for m in messages %}{{ m.content }}\n{{ effort if loop.last }}{% endfor %}\n"
+        f"{{{{ 'JSON' if response_format }}}}{GUARD}"
+    )
+    _, out, _ = run("--json", write(tmp_path / "t.jinja", source))
+    assert [(r["line"], r["message"].rsplit(": ")[-1]) for r in json.loads(out)[0]["moving"]] == [
+        (2, "loop.last"),
+        (3, "response_format"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("form", "part"),
+    [
+        ("%d %b %Y", "day"), ("%A, %-d %B", "day"), ("%F", "day"), ("100%%H", "day"),
+        ("%H", "hour"), ("%-H", "hour"), ("%-I %p", "hour"), ("%k", "hour"),
+        ("%-M", "minute"), ("%R", "minute"), ("%OM", "minute"),
+        ("%T", "second"), ("%X", "second"), ("%c", "second"), ("%s", "second"), ("%-S", "second"),
+        ("%H:%M:%S.%f", "microsecond"), ("%f %c", "microsecond"),
+    ],
+)  # fmt: skip
+def test_clocks_by_their_finest_part(tmp_path: Path, form: str, part: str) -> None:
+    path = write(tmp_path / "t.jinja", f"{{{{ strftime_now('{form}') }}}}{LOOP}{GUARD}")
+    (clock,) = json.loads(run("--json", path)[1])[0]["clocks"]
+    assert clock["message"].endswith(f"survives the {part}")
+
+
 def test_without_a_guard(tmp_path: Path) -> None:
     code, out, _ = run(write(tmp_path / "t.jinja", LOOP))
     assert code == 1

@@ -181,6 +181,7 @@ def test_it_serves_until_it_is_told_to_stop(tmp_path: Path, ups: list[Up]) -> No
     assert len(up.seen) == 5
     for name in ("store", "prefill-0", "decode-0", "decode-1", "proxy"):
         assert re.search(rf"^{name} +\w+://127.0.0.1:\d+.* \S+/{name}\.log$", up.text(), re.M)
+        assert re.search(rf"^  {name} ready after \d+ s$", up.text(), re.M)
     page = re.search(r"^Status page of the store: (\S+)/ ", up.text(), re.M)
     assert page and "Backhaul" in httpx.get(page[1], follow_redirects=True).text
     assert httpx.get(f"{page[1]}/healthz").is_success
@@ -211,6 +212,36 @@ def test_it_stops_everything(tmp_path: Path, ups: list[Up], reason: str) -> None
     assert re.search(r"(prefill|decode)-0 exited with code -9", up.text())
     kept = re.search(r"logs are kept in (\S+)", up.text())
     assert kept and (Path(kept[1]) / "proxy.log").is_file()
+
+
+def kill_an_engine(up: Up) -> None:
+    next(p for p in up.seen.values() if "fake_engine" in " ".join(p.cmdline())).kill()
+
+
+def test_sigterm_while_the_rest_is_stopped_is_exit_code_143(tmp_path: Path, ups: list[Up]) -> None:
+    ups.append(up := Up(tmp_path, "--model", model(tmp_path, "stubborn"), "--no-backhaul"))
+    up.wait_ready()
+    proxy = next(p for p in up.seen.values() if "proxy" in p.cmdline())
+    kill_an_engine(up)
+    deadline = time.monotonic() + WAIT_S
+    # Once the proxy has ended, the other engine, which does not by itself, is waited for.
+    while proxy.is_running() and proxy.status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline, up.text()
+        time.sleep(0.01)
+    up.process.terminate()
+    assert up.wait_end() == 143
+
+
+def test_sigterm_once_everything_was_stopped_changes_nothing(tmp_path: Path, ups: list[Up]) -> None:
+    ups.append(up := Up(tmp_path, "--model", model(tmp_path, "slow-end"), "--no-backhaul"))
+    up.wait_ready()
+    kill_an_engine(up)
+    deadline = time.monotonic() + WAIT_S
+    while "interpreter ends" not in up.text():
+        assert time.monotonic() < deadline, up.text()
+        time.sleep(0.01)
+    up.process.terminate()
+    assert up.wait_end() == 1 and "everything was stopped" in up.text()
 
 
 def test_an_engine_that_does_not_start_is_named(tmp_path: Path, ups: list[Up]) -> None:

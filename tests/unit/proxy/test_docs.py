@@ -9,13 +9,13 @@ from proxy_kit import running
 from typer.main import get_command
 
 from backhaul.deploy.cli import app
-from backhaul.proxy.legs import Handover
+from backhaul.proxy.legs import Handover, RenderedBy
 from backhaul.proxy.metrics import LegFault, Outcome
 
 TEXT = (Path(__file__).parents[3] / "docs" / "proxy.md").read_text()
 
 
-@pytest.mark.parametrize("value", [*Handover, *Outcome, *LegFault])
+@pytest.mark.parametrize("value", [*Handover, *Outcome, *LegFault, *RenderedBy])
 def test_label_values(value: str) -> None:
     assert f"`{value}`" in TEXT
 

@@ -15,6 +15,7 @@ from backhaul.proxy.legs import (
     Endpoint,
     Handover,
     PrefillAnswer,
+    RenderedBy,
     decode_body,
     encode_body,
     hints,
@@ -22,6 +23,7 @@ from backhaul.proxy.legs import (
     parse_body,
     prefill_body,
     read_prefill,
+    rendered_by,
 )
 
 MESSAGES = [{"role": "user", "content": "u"}]
@@ -294,3 +296,51 @@ def test_token_ids_of_a_message_come_in_the_record_and_go_no_further() -> None:
     assert (prefill.prompt_tokens, prefill.cached_tokens) == (7, 5)
     leg = decode_body(Endpoint.MESSAGES, CHAT, prefill)
     assert leg["kv_transfer_params"] == PARAMS | {"prompt_token_ids": [1, 2, 3]}
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "http://i"}}
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "ids", "expected"),
+    [
+        ("chat_completions", CHAT, (1,), "prefill"),
+        ("chat_completions", CHAT, None, "each_leg"),
+        (
+            "chat_completions",
+            {"messages": [{"content": [{"type": "text"}, IMAGE]}]},
+            (1,),
+            "each_leg",
+        ),
+        ("chat_completions", {"messages": [{"content": [{"image_url": {}}]}]}, (1,), "each_leg"),
+        ("chat_completions", {"messages": [{"content": [{"type": "text"}]}]}, (1,), "prefill"),
+        ("chat_completions", {"messages": [3, {"content": [None, {"type": []}]}]}, (1,), "prefill"),
+        ("completions", {"prompt": "p", "messages": [{"content": [IMAGE]}]}, (1,), "prefill"),
+        ("responses", {"input": "image_url"}, (1,), "prefill"),
+        ("responses", {"input": [{"content": [{"type": "input_image"}]}]}, (1,), "each_leg"),
+        (
+            "responses",
+            {"input": [{"type": "function_call_output", "output": [{"type": "input_image"}]}]},
+            (1,),
+            "each_leg",
+        ),
+        ("messages", {"messages": [{"content": [{"type": "image"}]}]}, (1,), "each_leg"),
+        (
+            "messages",
+            {"messages": [{"content": [{"type": "tool_result", "content": [{"type": "image"}]}]}]},
+            (1,),
+            "each_leg",
+        ),
+        (
+            "messages",
+            {"messages": [{"content": [{"type": "tool_use", "input": {"image": "x"}}]}]},
+            (1,),
+            "prefill",
+        ),
+    ],
+)
+def test_whose_render_decode_uses(
+    endpoint: str, body: dict[str, Any], ids: tuple[int, ...] | None, expected: str
+) -> None:
+    prefill = PrefillAnswer(params=PARAMS, token_ids=ids)
+    assert rendered_by(Endpoint(endpoint), body, prefill) is RenderedBy(expected)

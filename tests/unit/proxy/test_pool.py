@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -78,3 +80,23 @@ def test_nobody_is_told_to_be_healthy_before_a_check() -> None:
     assert health.healthy and health.known_healthy is None
     assert health.observed(ok=True).known_healthy is True
     assert health.observed(ok=False).observed(ok=False).known_healthy is False
+
+
+@pytest.mark.parametrize("policy", Policy)
+def test_asking_whether_another_is_left_takes_no_turn(policy: Policy) -> None:
+    asked, plain = (Pool("decode", ["http://a", "http://b"], policy) for _ in range(2))
+    for _ in range(4):
+        worker, other = asked.choose(b""), plain.choose(b"")
+        assert worker is not None and other is not None and worker.url == other.url
+        assert asked.has_other({worker})
+        assert not asked.has_other(set(asked.workers))
+
+
+def test_by_default_a_second_prefill_worker_has_time_after_a_silent_one() -> None:
+    two = ProxySettings(prefill=("http://p", "http://q"), decode=("http://d",))
+    assert two.prefill_timeout_s >= (two.retries + 1) * two.first_token_timeout_s
+    assert not two.remarks()
+    short = replace(two, prefill_timeout_s=two.first_token_timeout_s)
+    assert "no other prefill worker" in short.remarks()[0]
+    assert not replace(short, retries=0).remarks()
+    assert not replace(short, prefill=("http://p",)).remarks()

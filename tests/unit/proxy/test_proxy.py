@@ -213,6 +213,21 @@ def test_no_request_fails_because_of_what_prefill_counts(
     assert setup.outcomes().keys() <= {"ok", "rejected", "client_gone"}
 
 
+def test_who_rendered_is_counted(setup: Setup) -> None:
+    """The Messages API has no token ids without Backhaul on prefill."""
+
+    def renders(by: str) -> float:
+        return setup.metric("renders_total", endpoint="messages", by=by)
+
+    body = {"model": "fake", "messages": [{"role": "user", "content": "u"}], "max_tokens": 2}
+    before = renders("prefill"), renders("each_leg")
+    for record in ({"loaded_tokens": 1}, None):
+        setup.prefill[0].record = record
+        assert setup.http.post("/v1/messages", json=body).status_code == 200
+    assert (renders("prefill"), renders("each_leg")) == (before[0] + 1, before[1] + 1)
+    assert "prompt_token_ids" not in setup.decode[0].seen[-1].transfer
+
+
 def test_a_worker_without_backhaul_reports_nothing(setup: Setup) -> None:
     setup.prefill[0].record = setup.decode[0].record = None
     answer = setup.chat()

@@ -406,6 +406,15 @@ def test_a_long_body_is_refused() -> None:
         assert setup.chat().status_code == 200
 
 
+@pytest.mark.parametrize("policy", [Policy.ROUND_ROBIN, Policy.LEAST_LOADED])
+def test_idle_decode_workers_take_turns(policy: Policy) -> None:
+    """One request is one turn, however many workers a failure of it could go to."""
+    with running(decode=2, decode_policy=policy) as setup:
+        for stream in (False, True, False, True):
+            assert setup.chat(stream=stream).status_code == 200
+        assert [len(engine.seen) for engine in setup.decode] == [2, 2]
+
+
 def test_the_turns_of_a_conversation_go_to_one_prefill_worker() -> None:
     with running(prefill=4) as setup:
         history = list(MESSAGES)

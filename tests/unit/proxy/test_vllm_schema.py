@@ -136,3 +136,10 @@ def test_a_budget_for_thoughts_that_the_prefill_leg_cannot_have_is_no_fault() ->
     budget = {"thinking": {"type": "enabled", "budget_tokens": 2048}, "max_tokens": 4096}
     leg = prefill_body(Endpoint.MESSAGES, REQUESTS[Endpoint.MESSAGES] | budget)
     assert validated(Endpoint.MESSAGES, leg).max_completion_tokens == 1
+
+
+def test_media_are_what_vllm_renders_the_messages_for() -> None:
+    """It ignores token ids then, see ``has_non_text_content``."""
+    from vllm.renderers.chat_utils import MM_PARSER_MAP, TEXT_PART_TYPES
+
+    assert set(MM_PARSER_MAP) - TEXT_PART_TYPES - {"tool_reference"} <= legs.MEDIA

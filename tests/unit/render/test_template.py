@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from backhaul.render.moving import NO_MOVING_TEXT
 from backhaul.render.reasons import Reason
 from backhaul.render.template import MarkedTemplate, Rendering, environment
 
@@ -227,6 +228,110 @@ def test_control_text_after_the_loop_makes_it_unknown() -> None:
     assert rendering.reason is Reason.MOVING_CONTROL_TEXT
 
 
+GUARD = "{{ '<asst>' if add_generation_prompt }}"
+INSIDE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}TEXT{% endfor %}" + GUARD
+AFTER = LOOP + "TEXT" + GUARD
+
+
+@pytest.mark.parametrize("whole", [INSIDE, "{% if messages %}" + INSIDE + "{% endif %}"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{{ effort if loop.last }}",
+        "{{ effort if m.role == 'user' and loop.last else '' }}",
+        "{{ '' if not loop.last else effort }}",
+        "{{ (effort if effort else '') if loop.last }}",
+        "{% if loop.last %}{{ effort if effort }}{% endif %}",
+        "{% if m.role == 'user' %}{{ effort if loop.revindex == 1 and effort }}{% endif %}",
+        "{% if effort and loop.last %}{effort}{% endif %}",
+        "{% if loop.last %}{% if effort %}{effort}{% endif %}{% endif %}",
+        "{% if loop.last %}{% for e in effort %}{{ e }}{% endfor %}{% endif %}",
+        "{% if not loop.last %}{% elif effort %}{effort}{% endif %}",
+        "{% with e = effort %}{{ e if loop.last and e }}{% endwith %}",
+        "{% generation %}{% if loop.last and effort %}x{% endif %}{% endgeneration %}",
+    ],
+)
+def test_text_of_the_last_message_makes_it_unknown(whole: str, text: str) -> None:
+    """In whatever form it is written."""
+    rendering = marked(whole.replace("TEXT", text), effort="low")
+    assert rendering is not None
+    assert (rendering.u_end, rendering.reason) == (None, Reason.MOVING_CONTROL_TEXT)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{{ effort if loop.last and effort }}",
+        "{{ effort if effort and m.role == 'user' and loop.last else '' }}",
+        "{% if loop.last %}{{ 'x' if effort else '' }}{% endif %}",
+        "{% if effort and loop.last %}{effort}{% endif %}",
+        "{% if loop.last %}{% if effort %}{effort}{% endif %}{% endif %}",
+        "{% if loop.last %}{% for e in effort %}{{ e }}{% endfor %}{% endif %}",
+    ],
+)
+def test_text_of_the_last_message_that_is_not_written_does_not(text: str) -> None:
+    assert suffix(INSIDE.replace("TEXT", text), effort="") == "<asst>"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{% if not loop.last %},{% endif %}",
+        "{{ ',' if not loop.last }}",
+        "{% if loop.first %}first{% endif %}",
+        "{{ 'x' if loop.index0 == 0 }}",
+        "{% if loop.last and m.role == 'assistant' %}<eos>{% endif %}",
+        "{{ '<eos>' if loop.last and m.role == 'tool' }}",
+        "{% if loop.last or m.end %}{{ '' if loop.last }}{% endif %}",
+        "{% if loop.last %}{{ raise_exception('no') if effort }}{% endif %}",
+    ],
+)
+def test_what_every_users_message_has_or_none_is_not_moving(text: str) -> None:
+    assert (
+        MarkedTemplate(INSIDE.replace("TEXT", text), environment()).guards.moving == NO_MOVING_TEXT
+    )
+    assert suffix(INSIDE.replace("TEXT", text)) == "<asst>"
+
+
+@pytest.mark.parametrize(
+    "whole",
+    [
+        AFTER,
+        "{% if messages %}" + AFTER + "{% endif %}",
+        "{% if messages %}" + LOOP + "{% else %}none{% endif %}TEXT" + GUARD,
+        "{% with %}" + AFTER + "{% endwith %}",
+        "{% set ns = namespace(n=0) %}"
+        + AFTER
+        + "{% for m in messages %}{% set ns.n = 1 %}{% endfor %}",
+    ],
+)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{{ 'JSON' if kind }}",
+        "{{ '' if not kind else ('JSON' if kind else '') }}",
+        "{% if kind %}JSON{% endif %}",
+        "{% for t in kind %}{{ t }}{% endfor %}",
+        "{% set k = kind %}{{ 'a' ~ k if k }}",
+    ],
+)
+def test_control_text_after_the_loop_in_any_form(whole: str, text: str) -> None:
+    source = whole.replace("TEXT", text)
+    assert suffix(source, kind="") == "<asst>"
+    rendering = marked(source, kind="json")
+    assert rendering is not None
+    assert rendering.reason is Reason.MOVING_CONTROL_TEXT
+
+
+@pytest.mark.parametrize("text", ["end", "{{ x }}", "{{ 'a' if messages else 'b' }}"])
+@pytest.mark.parametrize("whole", [AFTER, "{% if messages %}" + AFTER + "{% endif %}"])
+def test_text_that_always_follows_the_loop_is_trailing(whole: str, text: str) -> None:
+    moving = MarkedTemplate(whole.replace("TEXT", text), environment()).guards.moving
+    assert moving.trailing and not moving.branches and not moving.inline
+    off = "{{ '<eos>' if not add_generation_prompt else '<asst>' }}"
+    assert MarkedTemplate(LOOP + off, environment()).guards.moving == NO_MOVING_TEXT
+
+
 def test_position_in_an_inner_loop_or_another_role_is_not_moving() -> None:
     template = MarkedTemplate(
         "{% for m in messages %}{% if m.role == 'user' %}"
@@ -235,7 +340,7 @@ def test_position_in_an_inner_loop_or_another_role_is_not_moving() -> None:
         "{{ '<asst>' if add_generation_prompt }}",
         environment(),
     )
-    assert not template.guards.moving
+    assert template.guards.moving == NO_MOVING_TEXT
 
 
 def test_what_the_template_raises_is_raised() -> None:
@@ -244,6 +349,32 @@ def test_what_the_template_raises_is_raised() -> None:
     )
     with pytest.raises(Exception, match="no"):
         template.render(add_generation_prompt=True)
+
+
+LAST = st.sampled_from(["loop.last", "m is eq(messages[-1]) and loop.last", "loop.last and x"])
+WRITTEN = st.sampled_from(
+    [
+        "{% if TEST %}E{% endif %}",
+        "{{ 'E' if TEST }}",
+        "{{ '' if not (TEST) else 'E' }}",
+        "{% if x %}{{ 'E' if TEST }}{% endif %}",
+        "{% if TEST %}{% if x %}E{% endif %}{% endif %}",
+        "{% if not (TEST) %}{% else %}{{ 'E' }}{% endif %}",
+    ]
+)
+
+
+@settings(deadline=None, max_examples=50)
+@given(WRITTEN, LAST, st.booleans())
+def test_known_ends_are_prefixes_of_the_next_turn(written: str, last: str, x: bool) -> None:
+    """The next turn adds a reply and a question; what it changed before that was moving."""
+    source = INSIDE.replace("TEXT", written.replace("TEST", last))
+    rendering = marked(source, x=x)
+    assert rendering is not None
+    more = [*MESSAGES, {"role": "assistant", "content": "ok"}, {"role": "user", "content": "?"}]
+    following = plain(source, messages=more, add_generation_prompt=True, x=x)
+    if rendering.u_end is not None:
+        assert following.startswith(rendering.text[: rendering.u_end])
 
 
 PIECES = st.sampled_from(

@@ -91,6 +91,15 @@ class FakeCatalog(store_pb2_grpc.CatalogServicer):  # type: ignore[misc]
         granted = store_pb2.Grant(status=store_pb2.Grant.GRANTED, offset=64, token=5)
         return store_pb2.ReserveReply(grants=[granted for _ in request.wants])
 
+    def ListCheckpoints(self, request: Any, context: Any) -> Any:
+        self._enter("ListCheckpoints", context)
+        start = int(request.cursor or 0)
+        end = min(start + min(request.limit or 3, 3), 8)
+        infos = [store_pb2.CheckpointInfo(boundary=number) for number in range(start, end)]
+        return store_pb2.ListCheckpointsReply(
+            checkpoints=infos, next_cursor=str(end) if end < 8 else ""
+        )
+
     def ListDomains(self, request: Any, context: Any) -> Any:
         self._enter("ListDomains", context)
         return store_pb2.ListDomainsReply(
@@ -305,6 +314,13 @@ class TestSession:
         store.release([], timeout_s=5)
         store.keep_alive([], timeout_s=5)
         assert catalog.calls == []
+
+    @pytest.mark.parametrize(("limit", "count"), [(0, 8), (2, 2), (3, 3), (5, 5), (9, 8)])
+    def test_a_listing_asks_on_until_it_is_whole(
+        self, store: EmbeddedStore, limit: int, count: int
+    ) -> None:
+        infos = store.list_checkpoints(limit=limit, timeout_s=5)
+        assert [info.boundary for info in infos] == list(range(count))
 
 
 class TestHungStore:

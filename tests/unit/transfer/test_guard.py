@@ -19,7 +19,7 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from index_kit import GRID, chain, keys_of, make_layout, make_record
+from index_kit import GRID, Driver, chain, keys_of, make_layout, make_record
 
 from backhaul.protocols import store_pb2, store_pb2_grpc
 from backhaul.protocols.checkpoint import PublicationId
@@ -323,6 +323,27 @@ def test_every_hash_is_looked_at(method: str, length: int) -> None:
     assert "bytes" in context.details and not index.publications.open
     fitting = hash_request(method, chain("abc")[-1])
     assert answered(method.partition(" ")[0], fitting, catalog).code is grpc.StatusCode.OK
+
+
+@pytest.mark.parametrize("limit", [0, 1, 3, 4, (1 << 32) - 1])
+def test_no_listing_is_answered_with_more_than_a_page(
+    monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
+    monkeypatch.setattr("backhaul.transfer.daemon.catalog.LISTING_MAX", 3)
+    driver = Driver()
+    for prefix in "abcdefgh":
+        driver.publish(prefix)
+    catalog = Catalog(driver.index, _Pool())  # type: ignore[arg-type]
+    request = store_pb2.ListCheckpointsRequest(limit=limit)
+    listed = []
+    while True:
+        reply = asyncio.run(catalog.ListCheckpoints(request, Context(left_s=60.0)))
+        assert 0 < len(reply.checkpoints) <= min(limit or 3, 3)
+        listed += [one.block_hash for one in reply.checkpoints]
+        if not reply.next_cursor:
+            break
+        request.cursor = reply.next_cursor
+    assert sorted(listed) == sorted(chain(prefix)[-1] for prefix in "abcdefgh")
 
 
 def test_a_checkpoint_of_more_objects_than_a_store_counts_at_once_is_refused(

@@ -1,0 +1,120 @@
+"""What is asked of one worker without generating: whose answer it is, and what gets through."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import urllib.parse
+
+import httpx
+import pytest
+from proxy_kit import CHAT, events, eventually, running
+
+from backhaul.proxy import app
+from backhaul.proxy.fake_engine import Behaviour
+
+COOKIE = Behaviour(status=200, error_body={"data": []}, headers={"set-cookie": "sid=one; Path=/"})
+
+
+@pytest.mark.parametrize("path", ["/v1/models/m", "/v1/responses/r", "/v1/chat/completions"])
+def test_a_workers_cookie_reaches_its_client_and_nobody_else(path: str) -> None:
+    method = "POST" if path.endswith("completions") else "GET"
+    body = CHAT if method == "POST" else None
+    with running() as setup:
+        for engine in (*setup.prefill, *setup.decode):
+            engine.behave = lambda seen: COOKIE
+
+        def ask(**headers: str) -> httpx.Response:
+            # Each time a client that has kept nothing.
+            return httpx.request(method, setup.url + path, json=body, headers=headers)
+
+        assert ask().headers["set-cookie"] == "sid=one; Path=/"
+        ask()
+        ask(cookie="own=1")
+        for engine in (*setup.prefill, *setup.decode):
+            told = [seen.headers.get("cookie") for seen in engine.seen]
+            assert told in ([None, None, "own=1"], [])  # prefill is asked only to generate
+        assert len(setup.decode[0].seen) == 3
+
+
+def _get(url: str, path: str) -> int:
+    """Status of a path that no client library has put right."""
+    parts = urllib.parse.urlsplit(url)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=20)
+    try:
+        connection.request("GET", path)
+        return connection.getresponse().status
+    finally:
+        connection.close()
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/models/../../server_info",
+        "/v1/models/%2e%2e/%2E%2E/server_info",
+        "/v1/models/..%2f..%2fserver_info",
+        "/v1/models/m/../../../server_info",
+        "/v1/models/./m",
+        "/v1/models/..",
+        "/v1/responses/..",
+        "/v1/responses/%2e%2e",
+    ],
+)
+def test_no_name_leads_to_another_path(path: str) -> None:
+    with running() as setup:
+        assert _get(setup.url, path) == 404
+        assert not setup.decode[0].seen
+
+
+def test_a_name_arrives_as_it_was_written() -> None:
+    names = [
+        "m", "org/m", "a?b=c", "a#b", "a%3Fb", "%2e%2e", "...", "ü €", "a&b=c;d", "a\\b", "a+b",
+    ]  # fmt: skip
+    with running() as setup:
+        for name in names:
+            _get(setup.url, f"/v1/models/{urllib.parse.quote(name)}?q=%2F1")
+            seen = setup.decode[0].seen[-1]
+            assert (seen.path, seen.query) == (f"/v1/models/{name}", "q=%2F1")
+
+
+STORED = "/v1/responses/resp-1?stream=true"
+
+
+def test_a_stored_response_is_streamed_as_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer than any other answer may take, and before it has ended."""
+    monkeypatch.setattr(app, "QUERY_TIMEOUT_S", 0.4)
+    with running(decode=2) as setup:
+        setup.decode[0].behave = lambda seen: Behaviour(status=404)
+        setup.decode[1].behave = lambda seen: Behaviour(token_delay_s=0.15)
+        answer = setup.http.get(STORED)
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        assert answer.headers["x-engine"] == "fake"
+        kinds = [json.loads(event)["type"] for event in events(answer)]
+        assert kinds[0] == "response.created" and kinds[-1] == "response.completed"
+        setup.decode[1].behave = lambda seen: Behaviour(stall_after=2)
+        with setup.http.stream("GET", STORED) as response:
+            lines = (line for line in response.iter_lines() if line.startswith("data: "))
+            assert json.loads(next(lines)[6:])["type"] == "response.created"
+            assert json.loads(next(lines)[6:])["delta"] == "w0 "
+        # Then the client left, and so did the proxy.
+        eventually(setup.decode[1].seen[-1].disconnected.is_set)
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "words"),
+    [
+        (Behaviour(die_after=2), "the decode worker failed"),
+        (Behaviour(stall_after=2), "silent for 0.3 s"),
+        (Behaviour(token_delay_s=0.2), "longer than 0.7 s"),
+    ],
+)
+def test_a_stored_stream_that_breaks_cannot_pass_for_complete(
+    behaviour: Behaviour, words: str
+) -> None:
+    with running(stall_timeout_s=0.3, request_timeout_s=0.7) as setup:
+        setup.decode[0].behave = lambda seen: behaviour
+        found = [json.loads(event) for event in events(setup.http.get(STORED))]
+        assert found[0]["type"] == "response.created"
+        assert found[-1]["type"] == "error" and words in found[-1]["message"]
+        assert "response.completed" not in [event["type"] for event in found]
