@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -82,6 +83,8 @@ def render_markdown(report: Report) -> str:
 
 # -- tables ---------------------------------------------------------------------------------------
 
+_NAMED_MAX = 3
+"""Comparisons that a remark names; of more it says how many."""
 _ARM_HEADER = ("workload", "source", "P_end", "budget", "policy")
 
 
@@ -151,10 +154,13 @@ def _remarks(account: Sequence[Verdict]) -> tuple[str, ...]:
     remarks = []
     if not account:
         remarks.append("Nothing to compare with: run `none` or `main_sparse` as well.")
+    alone = defaultdict(list)
     for arm in missing_counterparts(account):
+        alone[arm.prompt_end].append(f"{arm.workload}, {arm.policy}, {budget_text(arm)}")
+    for prompt_end, names in alone.items():
+        some = "; ".join(names) if len(names) <= _NAMED_MAX else f"{len(names)} of {len(account)}"
         remarks.append(
-            f"{arm.workload}, {arm.policy}, {budget_text(arm)}: only with P_end {arm.prompt_end}; "
-            "the other half of the account is missing."
+            f"Only with P_end {prompt_end}, so the other half of the account is missing: {some}."
         )
     judged = [v for v in account if not v.idle]
     slower = sum(1 for v in judged if v.ttft_s.is_clear and (v.ttft_s.value or 0) > 0)

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from backhaul.benchmarks.reuse.arms import plan, run_arms
-from backhaul.benchmarks.reuse.deployment import Deployment
+from backhaul.benchmarks.reuse.deployment import Deployment, Routing
 from backhaul.benchmarks.reuse.figures import QUESTIONS, Figure, Unit
 from backhaul.benchmarks.reuse.model_shape import preset
 from backhaul.benchmarks.reuse.record import Result
@@ -89,6 +89,20 @@ def test_equal_results_give_equal_files(results: list[Result], tmp_path: Path) -
     for path in (p for p in (tmp_path / "one").rglob("*") if p.is_file()):
         other = tmp_path / "other" / path.relative_to(tmp_path / "one")
         assert path.read_bytes() == other.read_bytes(), path.name
+
+
+@pytest.mark.parametrize("count", [2, 5])
+def test_half_an_account_is_said_once(count: int, tmp_path: Path) -> None:
+    policies = [p for p in Policy if p is not Policy.BOUNDARIES][:count]
+    routings = [Routing.FORGET]
+    shape = preset("tiny-hybrid")
+    arms = plan("w", shape, Deployment(), policies=[None, *policies], routings=routings)
+    turns = workload("full_replay", Sizes(conversations=2, turns=2, system=200))
+    results = [r for one in run_arms(arms, turns) for r in (*one.results, one.arm)]
+    _, markdown = write_report(build_report(results), tmp_path)
+    (line,) = [text for text in markdown.read_text().splitlines() if "half of the account" in text]
+    assert ("5 of 5" in line) == (count == 5)
+    assert all((policy in line) == (count == 2) for policy in policies)
 
 
 def test_a_policy_without_its_ends_is_no_comparison() -> None:
