@@ -198,7 +198,11 @@ NIXL_ROLES = {WorkerKind.PREFILL: "kv_producer", WorkerKind.DECODE: "kv_consumer
 
 
 def pair_config(
-    store: str | None, kind: WorkerKind, *, buffer_device: str = "cpu", **options: object
+    store: str | None,
+    kind: WorkerKind = WorkerKind.BOTH,
+    *,
+    buffer_device: str = "cpu",
+    **options: object,
 ) -> dict[str, object]:
     """``--kv-transfer-config`` of one engine of a P/D pair: NIXL hands prefill -> decode over;
     with a store, Backhaul carries decode -> prefill."""
