@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 _NO_HASH = b"none"
 """Matches no checkpoint, where a hash has to stand."""
-_BOUNDARIES_MAX = 1 << 17
-"""More than any prompt has, and what a store takes in one call; a log may say anything."""
 _BUFFER_BYTES = 1 << 62
 """The engine's ``convert_buffer_bytes`` is not known here: large enough, then."""
 LIMIT = 1_000
@@ -120,11 +118,13 @@ def look_up(
 ) -> tuple[CheckpointInfo, ...]:
     """At most ``LIMIT`` checkpoints with the tokens that each shares with a prompt, the longest
     first. ``hashes``: the prompt's, see ``prompt_hashes``."""
+    from backhaul.transfer.entries import HASHES_MAX
     from backhaul.transfer.listing import ListQuery
 
     query = ListQuery(
         # A prompt below one block has no hash; any other makes it a listing along a prompt.
-        prefix_hashes=tuple(hashes[:_BOUNDARIES_MAX]) or (_NO_HASH,),
+        # A log may say anything; no prompt has as many as a store takes.
+        prefix_hashes=tuple(hashes[:HASHES_MAX]) or (_NO_HASH,),
         visibilities=visibilities,
         kinds=kinds,
         domain_prefix=domain_prefix,
@@ -140,13 +140,14 @@ def ask(
 ) -> tuple[CheckpointMatch, ...]:
     """The matches that a request of this prompt would be answered now by a worker of ``target``,
     deepest first, those that its engine could convert included."""
+    from backhaul.transfer.entries import HASHES_MAX
     from backhaul.transfer.foreign import ConvertibleDomains
 
     layout = target.record.layout
     step = layout.boundary_tokens // layout.hash_tokens
     count = max(prompt_tokens - 1, 0) // layout.boundary_tokens  # one token is always computed
     # A log of an engine with longer blocks has no hash at every boundary, nor up to the last one.
-    ends = range(step - 1, min(count * step, len(hashes)), step)[:_BOUNDARIES_MAX]
+    ends = range(step - 1, min(count * step, len(hashes)), step)[:HASHES_MAX]
     wanted = [hashes[end] or _NO_HASH for end in ends]
     found = inspector.lookup(target.id, wanted)
     convertible = ConvertibleDomains(inspector, target.record, _BUFFER_BYTES)
