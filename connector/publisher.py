@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -350,7 +350,9 @@ class Publisher:
             if old.blocks == blocks:
                 return
             self._unpin(tracked, boundary)  # rolled back and crossed again in another block
-        if not self._take(pin.block_ids, for_user=_ends_user_turn(tracked, kinds)):
+        for_user = _ends_user_turn(tracked, kinds)
+        rest = self._attention(tracked, boundary, table) if for_user else []
+        if not self._take(pin.block_ids, for_user=for_user, later=[b.block_id for b in rest]):
             return
         tracked.pins[boundary] = pin
         self._pins += 1
@@ -363,16 +365,17 @@ class Publisher:
             del self._decode_pins[tracked.request_id]
         self._holds.give_back(pin.block_ids)
 
-    def _take(self, blocks: list[int], *, for_user: bool) -> bool:
+    def _take(self, blocks: list[int], *, for_user: bool, later: Iterable[int] = ()) -> bool:
         """Hold blocks; False, and counted, where the pin limit forbids it.
 
         The end of a user's message outlives all that is said after it, so for it the positions of
-        running replies give way: the oldest first, as it is replaced soonest.
+        running replies give way: the oldest first, as it is replaced soonest. None does where
+        ``later``, what the same end will need besides, has no room even so.
         """
         if for_user:
             pins = [(one, one.pins[one.decode_pin]) for one in self._decode_pins.values()]
             given_up = [block for _, pin in pins for block in pin.block_ids]
-            enough = self._holds.has_room(blocks, without=given_up)
+            enough = self._holds.has_room([*blocks, *later], without=given_up)
             for tracked, pin in pins if enough else ():
                 if self._holds.has_room(blocks):
                     break

@@ -10,7 +10,10 @@ from hypothesis import HealthCheck, settings
 import backhaul.protocols
 
 # On a busy machine an example may take any time: how long one takes is no property of the code.
-settings.register_profile("backhaul", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# The examples are the same in every run, so that a failure can be seen again and means the change
+# at hand; `--hypothesis-profile=explore` looks for new ones.
+settings.register_profile("explore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("backhaul", settings.get_profile("explore"), derandomize=True)
 settings.load_profile("backhaul")
 
 # A shell's background jobs ignore SIGINT, and what they start inherits that: the commands that

@@ -92,18 +92,21 @@ def test_running_replies_give_up_their_pins_for_the_end_of_a_users_message(
 ) -> None:
     """As many as are needed; none where all of them are not enough."""
     pair = Pair(new_uri())
-    limit = {"max_pinned_fraction": 9.5 / 2048}
+    limit = {"max_pinned_fraction": 9.5 / 2048, "stream_ahead": False}
     engine = pair.engine(groups=HYBRID, num_blocks=2048, budget=512, options=limit)
-    replies = [engine.submit(tokens(2 * B + 1, seed), 200 * B) for seed in range(3)]
+    # They reach their next positions one after another, and hold two then.
+    replies = [engine.submit(tokens(2 * B + 1 + 5 * i, i), 200 * B) for i in range(3)]
     decode_pins = engine.backhaul._half._publisher._decode_pins
     while len(decode_pins) < len(replies):
         engine.step()
-    name = engine.submit(tokens(blocks * B + 3, 9), 2, params=hints(blocks * B + 2, "user", last))
     given_up = 0
-    while name in engine.live:
-        engine.step()
-        running = set(replies) & set(engine.live)
-        given_up = max(given_up, len(running - set(decode_pins)))
+    for i in range(1 if published else B):
+        prompt = tokens(blocks * B + 3, 9 + i)
+        name = engine.submit(prompt, 2, params=hints(blocks * B + 2, "user", last))
+        while name in engine.live:
+            engine.step()
+            running = set(replies) & set(engine.live)
+            given_up = max(given_up, len(running - set(decode_pins)))
     assert engine.counters["publication_failures|pin_limit"] >= 1
     for reply in replies:
         engine.abort(reply)

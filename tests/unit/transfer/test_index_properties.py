@@ -225,6 +225,7 @@ class IndexMachine(RuleBasedStateMachine):
     def abandon_while_written(self, name: PublicationId) -> None:
         """End a publication that somebody may be writing: no byte of its space is given away, and
         what still comes under its name is refused."""
+        self.index.expire(self.now)  # what rests since an earlier end may be due
         used = self.index.stats().used_bytes
         name = PublicationId(f"{name} for good") if not self.index.is_open(name) else name
         self.index.abandon(name, self.now, still_written=True)
