@@ -140,7 +140,7 @@ class Catalog(store_pb2_grpc.CatalogServicer):
                 f"client {request.client_name[:80]!r} speaks protocol {request.protocol_version}, "
                 f"this daemon {PROTOCOL_VERSION}: run the same Backhaul on both sides"
             )
-        logger.info("client %s connected", request.client_name[:80])
+        logger.info("client %r connected", request.client_name[:80])
         return store_pb2.HelloReply(
             instance_id=self._index.instance_id,
             agent_name=self._pool.agent_name,
@@ -455,11 +455,12 @@ def _key(key: store_pb2.Key) -> ObjectKey:
 
 
 def _members(kind: type[_Member], what: str, values: Iterable[str]) -> tuple[_Member, ...]:
-    try:
-        return tuple(kind(value) for value in values)
-    except ValueError as error:
-        valid = ", ".join(member.value for member in kind)
-        raise StoreRejected(f"{what}: {error}; valid are {valid}") from None
+    members = {member.value: member for member in kind}
+    named = tuple(values)
+    for value in named:
+        if value not in members:
+            raise StoreRejected(f"{what} {value[:80]!r} is none of {', '.join(members)}")
+    return tuple(members[value] for value in named)
 
 
 def _query(request: store_pb2.ListCheckpointsRequest) -> ListQuery:
