@@ -7,7 +7,9 @@ A caller may be gone when its call is handled, because the daemon was stopped or
 gRPC cancels the handlers of calls that it knows to be over, but takes an answer for sent that
 nobody receives. So a call that grants a lease or opens a publication is looked at again once it is
 over: what was granted after the call's deadline is taken back, as its caller never will. Where load
-delays that look itself, this may meet a caller that got the answer in time; it costs a miss.
+delays that look itself, this may meet a caller that got the answer in time; it costs a miss. Of an
+answer that was sent in time but not read in time, only the caller knows: it takes back what it
+named itself.
 """
 
 from __future__ import annotations
@@ -208,6 +210,7 @@ class Catalog(store_pb2_grpc.CatalogServicer):
             self._clock(),
             follow_up=request.follow_up,
             repeat=request.repeat,
+            lease_name=request.lease_name,
         )
         if (lease := answer.lease) is None:
             return _lookup_reply(answer, waited_s)
