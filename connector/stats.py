@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections import Counter as Tally
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
@@ -125,8 +126,10 @@ class BackhaulPromMetrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._metrics: dict[str, Any] = {}
+        _unregister()
         for name, metric in ENGINE.items():
             self._metrics[name] = _make(name, metric, metric_types, labelnames)
+        _registered.extend(self._metrics.values())
         # Present from the start, so that "never happened" reads as 0 and not as absent.
         for values in per_engine_labelvalues.values():
             for name, metric in ENGINE.items():
@@ -154,6 +157,18 @@ class BackhaulPromMetrics(KVConnectorPromMetrics):
 
     def _child(self, name: str, values: list[object], labels: tuple[str, ...]) -> Any:
         return self._metrics[name].labels(*values, *labels)
+
+
+_registered: list[Any] = []
+
+
+def _unregister() -> None:
+    """Take an earlier engine's metrics out of the process's registry, which refuses a name's second
+    use: vLLM does so with its own ones, those that begin with "vllm:"."""
+    for collector in _registered:
+        with suppress(KeyError):  # another registry's
+            REGISTRY.unregister(collector)
+    _registered.clear()
 
 
 def _make(name: str, metric: Metric, types: dict[Any, Any], labelnames: list[str]) -> Any:

@@ -8,7 +8,14 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    REGISTRY,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    generate_latest,
+)
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 from vllm.config import KVTransferConfig
@@ -126,6 +133,18 @@ def test_everything_known_is_0_before_anything_happens() -> None:
     assert {key[0] for key in after.keys() - before.keys()} == {"backhaul:info"}
     other = {k for k in after if ("engine", "0") in k}
     assert all(after[key] == 0 for key in other), "the other engine's numbers stay"
+
+
+def test_engines_one_after_another_in_one_process() -> None:
+    """vLLM clears the process's registry of its own metrics only; ours begin anew as well."""
+    types = {kind: kind for kind in (Counter, Gauge, Histogram)}
+    for _ in range(2):
+        one = BackhaulPromMetrics(Config(), types, LABELS, ENGINES)
+        one.observe({"counters": {series("requests", "decode_end"): 3}}, 1)
+        labels = {"model_name": "m", "engine": "1", "selected": "decode_end"}
+        assert REGISTRY.get_sample_value(f"{ENGINE_PREFIX}requests_total", labels) == 3
+    for metric in one._metrics.values():
+        REGISTRY.unregister(metric)
 
 
 def test_names_follow_the_convention() -> None:
