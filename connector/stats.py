@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter as Tally
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -112,6 +112,28 @@ class StatsRecorder:
         )
         self._counters, self._observations = defaultdict(int), {}
         return stats
+
+
+class TransportRanks:
+    """How many ranks' connections have each transport; one that they had before stays at 0."""
+
+    def __init__(self) -> None:
+        self._by_rank: dict[int, tuple[str, ...]] = {}
+        self._gauges: dict[str, int] = {}
+
+    def update(self, by_rank: Mapping[int, tuple[str, ...]]) -> None:
+        """Take ranks' news."""
+        if not by_rank:
+            return
+        self._by_rank.update(by_rank)
+        now = Tally(name for names in self._by_rank.values() for name in names)
+        known = [series("transport_ranks", name) for name in now]
+        self._gauges = dict.fromkeys([*self._gauges, *known], 0)
+        self._gauges.update(zip(known, now.values(), strict=True))
+
+    def gauges(self) -> dict[str, int]:
+        """By series."""
+        return self._gauges
 
 
 class BackhaulPromMetrics(KVConnectorPromMetrics):

@@ -51,6 +51,11 @@ class SessionKeeper:
         with self._lock:
             self._agent = agent
 
+    @property
+    def connected(self) -> str | None:
+        """NIXL's name of the pool that is loaded into the agent now."""
+        return self._peer
+
     def doubt(self, *, peer: bool = False) -> None:
         """The daemon may be another one by now; ``peer``: and its memory cannot be reached."""
         with self._lock:
