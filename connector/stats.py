@@ -38,7 +38,7 @@ def series(name: str, *labels: str) -> str:
 
 @dataclass
 class BackhaulStats(KVConnectorStats):
-    """Increments since the last report, changed gauges, and observations; plain data for msgpack.
+    """Increments since the last report, gauges, and observations; plain data for msgpack.
 
     ``data``: ``{"counters": {series: n}, "gauges": {series: n}, "observations": {series: [x]}}``.
     """
@@ -98,15 +98,17 @@ class StatsRecorder:
         self._observations.setdefault(series(name, *labels), []).append(value)
 
     def report(self, gauges: dict[str, int]) -> BackhaulStats | None:
-        """What changed since the last report; None where nothing did."""
-        changed = {k: v for k, v in gauges.items() if self._gauges.get(k) != v}
-        if not (self._counters or self._observations or changed):
+        """What happened since the last report, and every gauge; None where nothing did or changed.
+
+        A gauge that did not change is reported all the same: of several API servers each enters
+        the reports that it is sent, and one that is late would otherwise leave an old value."""
+        if not (self._counters or self._observations or gauges != self._gauges):
             return None
-        self._gauges.update(changed)
+        self._gauges = dict(gauges)
         stats = BackhaulStats(
             data={
                 "counters": dict(self._counters),
-                "gauges": changed,
+                "gauges": dict(gauges),
                 "observations": self._observations,
             }
         )

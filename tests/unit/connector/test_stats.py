@@ -168,6 +168,21 @@ def test_nothing_new_is_no_report() -> None:
     assert changed is not None and changed.data["gauges"] == {"pins": 0}
 
 
+def test_every_report_has_every_gauge() -> None:
+    """What an API server enters late is put right by the next report, whoever gets that one."""
+    recorder = StatsRecorder()
+    reports = [recorder.report({"pins": n, "open_jobs": 0}) for n in (3, 0)]
+    recorder.count("loads", "decode_end")
+    last = recorder.report({"pins": 0, "open_jobs": 0})
+    assert last is not None and all(reports)
+    registry = CollectorRegistry()
+    prom = metrics(registry)
+    for report in (*reversed(reports), last):
+        prom.observe(report.data, 1)  # type: ignore[union-attr]
+    labels = {"model_name": "m", "engine": "1"}
+    assert registry.get_sample_value(f"{ENGINE_PREFIX}pins", labels) == 0
+
+
 def two_reports() -> tuple[BackhaulStats, BackhaulStats]:
     first, second = StatsRecorder(), StatsRecorder()
     first.count("loads", "decode_end")
