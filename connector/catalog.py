@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from backhaul.protocols.checkpoint import LeaseId, PublicationId, Reason
 from backhaul.protocols.domain import DomainRecord
-from backhaul.protocols.errors import StoreDenied, StoreError, StoreUnavailable
+from backhaul.protocols.errors import LookupUnanswered, StoreDenied, StoreError, StoreUnavailable
 from backhaul.protocols.options import Options
 from backhaul.transfer.base import LookupResult, Store
 from backhaul.transfer.foreign import ConvertibleDomains, Foreign
@@ -86,7 +86,9 @@ class Catalog:
         self._leases: set[LeaseId] = set()
         self._lock = threading.Lock()  # guards _leases: filled on the threads below
         self._domain_known = False
-        self._convertible = ConvertibleDomains(store, domain, options.convert_buffer_bytes)
+        self._convertible = ConvertibleDomains(
+            store, domain, options.convert_buffer_bytes, self._return
+        )
         self._owed: deque[tuple[Callable[[], object], float]] = deque(maxlen=_OWED_MAX)
         self._repeat: threading.Timer | None = None  # both guarded by _lock
         self._threads = ThreadPoolExecutor(max_workers=4, thread_name_prefix="backhaul-catalog")
@@ -163,7 +165,7 @@ class Catalog:
         """Give a lease back."""
         with self._lock:
             self._leases.discard(lease)
-        self.give_back(lambda: self._store.release([lease], timeout_s=_SEND_TIMEOUT_S))
+        self._return(lease)
 
     def give_back(self, call: Callable[[], object]) -> None:
         """As ``send``, of a release: while the store does not answer it is repeated, for as long
@@ -204,6 +206,9 @@ class Catalog:
             if self._repeat is not None:
                 self._repeat.cancel()
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _return(self, lease: LeaseId) -> None:
+        self.give_back(lambda: self._store.release([lease], timeout_s=_SEND_TIMEOUT_S))
 
     def _give_back_each(self, owed: Sequence[tuple[Callable[[], object], float]]) -> None:
         """Up to the first call that the store does not answer: lookups need the threads, too."""
@@ -257,6 +262,8 @@ class Catalog:
             )
         except StoreError as error:
             logger.debug("backhaul: lookup failed: %s", error)
+            if isinstance(error, LookupUnanswered):
+                self._return(LeaseId(error.lease))
             denied = isinstance(error, StoreDenied)
             reason = Reason.DENIED if denied else Reason.UNREACHABLE
             return Answer(LookupResult(), reason, float("inf"))

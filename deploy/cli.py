@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from typing import Annotated
 
@@ -24,6 +25,7 @@ from backhaul.deploy import (
     up_command,
 )
 from backhaul.deploy.arguments import UsageError
+from backhaul.deploy.service import silence_stdout
 from backhaul.protocols.errors import ConfigError, StoreError
 
 app = typer.Typer(
@@ -65,7 +67,7 @@ def _options(
 
 def main() -> None:
     """Entry point: what the user got wrong is one line and exit code 2, a store that could not do
-    what was asked one line and exit code 1."""
+    what was asked, or a full disk, one line and exit code 1."""
     try:
         code = app(standalone_mode=False)
     except UsageError as error:
@@ -80,9 +82,19 @@ def main() -> None:
     except StoreError as error:
         _complain(str(error))
         sys.exit(1)
+    except OSError as error:
+        if error.errno not in _NO_SPACE:
+            raise
+        silence_stdout()
+        _complain(f"cannot write {error.filename or 'the output'}: {error.strerror}")
+        sys.exit(1)
     except typer.Abort:
         sys.exit(130)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""A disk that takes no more is not the command's fault, wherever it shows."""
 
 
 def _complain(message: str) -> None:

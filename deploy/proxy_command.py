@@ -129,12 +129,13 @@ def proxy(
 
     import logging
 
+    from backhaul.deploy.service import announce, begin
     from backhaul.proxy.run import serve
 
-    logging.basicConfig(level="INFO", format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    begin("INFO")
     for name in ("httpx", "httpcore"):  # a line per request otherwise
         logging.getLogger(name).setLevel(logging.WARNING)
-    serve(settings, listen_on(address, "--listen"))
+    serve(settings, listen_on(address, "--listen"), announce)
 
 
 def make_settings(

@@ -128,11 +128,9 @@ def store(
     )
 
     import asyncio
-    import logging
 
+    from backhaul.deploy.service import announce, begin
     from backhaul.transfer.daemon.run import serve
 
-    logging.basicConfig(
-        level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
-    asyncio.run(serve(settings))
+    begin(log_level.upper())
+    asyncio.run(serve(settings, announce))

@@ -5,6 +5,7 @@ BackhaulError
 ├── UnsupportedError       this engine cannot take part (layout, vLLM version); raised at start
 └── StoreError             operational: costs a cache miss, never a request
     ├── StoreUnavailable   not reachable, restarted, or too slow for the caller's deadline
+    │   └── LookupUnanswered  as this, of a lookup that may have been granted a lease all the same
     ├── StoreRejected      the store understood and refused (bad argument, unknown lease)
     │   └── StoreDenied    this client may not: refused by what guards the store
     └── StoreFull          no space could be freed for a reservation
@@ -32,6 +33,18 @@ class StoreError(BackhaulError):
 
 class StoreUnavailable(StoreError):
     """The store is down, was restarted, or did not answer within the caller's deadline."""
+
+
+class LookupUnanswered(StoreUnavailable):
+    """A lookup's caller gave up; the answer may have been on its way. ``lease``: the id of what it
+    may have been granted, to be released: nobody else knows of it."""
+
+    def __init__(self, message: str, lease: str = "") -> None:
+        super().__init__(message, lease)
+        self.lease = lease
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class StoreRejected(StoreError):

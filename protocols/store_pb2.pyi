@@ -86,7 +86,7 @@ class OpenDomainReply(_message.Message):
     def __init__(self, domain_id: _Optional[str] = ..., loaders: _Optional[int] = ..., publishers: _Optional[int] = ..., elsewhere: _Optional[_Iterable[_Union[OtherDomain, _Mapping]]] = ..., decode_loaders: _Optional[int] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
-    __slots__ = ("domain_id", "boundary_hashes", "above_tokens", "lease_s", "wait_s", "peek", "follow_up", "repeat")
+    __slots__ = ("domain_id", "boundary_hashes", "above_tokens", "lease_s", "wait_s", "peek", "follow_up", "repeat", "lease_name")
     DOMAIN_ID_FIELD_NUMBER: _ClassVar[int]
     BOUNDARY_HASHES_FIELD_NUMBER: _ClassVar[int]
     ABOVE_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -95,6 +95,7 @@ class LookupRequest(_message.Message):
     PEEK_FIELD_NUMBER: _ClassVar[int]
     FOLLOW_UP_FIELD_NUMBER: _ClassVar[int]
     REPEAT_FIELD_NUMBER: _ClassVar[int]
+    LEASE_NAME_FIELD_NUMBER: _ClassVar[int]
     domain_id: str
     boundary_hashes: _containers.RepeatedScalarFieldContainer[bytes]
     above_tokens: int
@@ -103,7 +104,8 @@ class LookupRequest(_message.Message):
     peek: bool
     follow_up: bool
     repeat: bool
-    def __init__(self, domain_id: _Optional[str] = ..., boundary_hashes: _Optional[_Iterable[bytes]] = ..., above_tokens: _Optional[int] = ..., lease_s: _Optional[float] = ..., wait_s: _Optional[float] = ..., peek: _Optional[bool] = ..., follow_up: _Optional[bool] = ..., repeat: _Optional[bool] = ...) -> None: ...
+    lease_name: str
+    def __init__(self, domain_id: _Optional[str] = ..., boundary_hashes: _Optional[_Iterable[bytes]] = ..., above_tokens: _Optional[int] = ..., lease_s: _Optional[float] = ..., wait_s: _Optional[float] = ..., peek: _Optional[bool] = ..., follow_up: _Optional[bool] = ..., repeat: _Optional[bool] = ..., lease_name: _Optional[str] = ...) -> None: ...
 
 class Match(_message.Message):
     __slots__ = ("boundary", "kinds", "consumable", "reason", "age_s", "producer", "field", "domain_id", "also_in", "retained", "hash_matched", "hits")

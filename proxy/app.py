@@ -9,6 +9,7 @@ from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any
 from urllib.parse import quote
 
+import anyio
 import httpx
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
@@ -148,22 +149,23 @@ class _Generation:
 
 async def _while_connected(answering: Coroutine[Any, Any, None], receive: Receive) -> None:
     """Run ``answering`` until it ends or the client leaves, whichever is first."""
-    work = asyncio.create_task(answering, name="exchange")
-    gone = asyncio.create_task(_disconnected(receive), name="disconnect")
-    try:
-        await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        # Cancelling the work closes its connection to a worker, which then stops generating.
-        gone.cancel()
-        work.cancel()
-        results = await asyncio.gather(work, gone, return_exceptions=True)
-    if isinstance(results[0], Exception):
-        raise results[0]
+    # Cancelling it closes its connection to a worker, which then stops generating. Scopes, here and
+    # for every time limit: httpcore shields itself from them while it gives a connection back, and
+    # not from the cancelling of its task, after which that connection is never closed.
+    with anyio.CancelScope() as scope:
+        watching = asyncio.create_task(_watch(receive, scope), name="disconnect")
+        try:
+            await answering
+        finally:
+            watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
 
 
-async def _disconnected(receive: Receive) -> None:
+async def _watch(receive: Receive, scope: anyio.CancelScope) -> None:
+    """Cancel ``scope`` when the client leaves."""
     while (await receive())["type"] != "http.disconnect":
         pass
+    scope.cancel()
 
 
 class _Queries:
@@ -201,7 +203,7 @@ class _Queries:
         endpoint = Endpoint.MESSAGES if path.startswith(Endpoint.MESSAGES.path) else None
         for worker in workers:
             try:
-                async with asyncio.timeout(QUERY_TIMEOUT_S):
+                with anyio.fail_after(QUERY_TIMEOUT_S):
                     response = await self._answer(worker, request.method, path, headers, body)
             except (LegError, TimeoutError) as error:
                 words = str(error) or f"{worker.url} did not answer in {QUERY_TIMEOUT_S:g} s"
@@ -288,8 +290,9 @@ class _PassedStream(Response):
         await send({"type": "http.response.start", **start})
         ending = b""
         try:
-            async with asyncio.timeout(self._settings.request_timeout_s), self._held:
-                await self._pass_events(send)
+            with anyio.fail_after(self._settings.request_timeout_s):
+                async with self._held:
+                    await self._pass_events(send)
         except LegError as error:
             words = f"the decode worker failed: {error}"
             ending = error_event(Endpoint.RESPONSES, 502, words, "bad_gateway")
@@ -300,11 +303,11 @@ class _PassedStream(Response):
 
     async def _pass_events(self, send: Send) -> None:
         """Raises :class:`LegError` for a silence that is too long."""
-        chunks = self._upstream.aiter_raw()
+        chunks = self._upstream.aiter_bytes()
         stall_s = self._settings.stall_timeout_s
         while True:
             try:
-                async with asyncio.timeout(stall_s):
+                with anyio.fail_after(stall_s):
                     chunk = await anext(chunks, None)
             except TimeoutError:
                 message = f"{self._worker.url} was silent for {stall_s:g} s in a stream"

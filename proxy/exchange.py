@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 import uuid
 from collections import OrderedDict
@@ -17,6 +18,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import anyio
 import httpx
 
 from backhaul.proxy import legs
@@ -121,7 +123,7 @@ class Exchange:
         """Answer the client, whatever happens. Cancelling it gives up both legs."""
         outcome = Outcome.INTERNAL
         try:
-            async with asyncio.timeout(self._settings.request_timeout_s):
+            with anyio.fail_after(self._settings.request_timeout_s):
                 outcome = await self._answer()
         except TimeoutError:
             outcome = Outcome.DEADLINE
@@ -139,9 +141,13 @@ class Exchange:
                 self._metrics.handovers.labels(self._handover).inc()
 
     async def _answer(self) -> Outcome:
-        self._handover = Handover.UNREADABLE
-        if self._body is not None:
-            self._handover = legs.obstacle(self._endpoint, self._body)
+        if self._body is None:
+            # A worker may read what we cannot: transfer parameters, for one.
+            self._handover = Handover.UNREADABLE
+            words = f"the body is no JSON object: {legs.why_unreadable(self._raw)}"
+            await self._fail(400, words, "invalid_request_error")
+            return Outcome.REJECTED
+        self._handover = legs.obstacle(self._endpoint, self._body)
         prefill: PrefillAnswer | None = None
         tried: set[Worker] = set()
         once_more: Worker | None = None  # may be asked again, without a hand-over
@@ -193,7 +199,7 @@ class Exchange:
         payload = encode_body(legs.prefill_body(self._endpoint, self._body))
         started = time.monotonic()
         try:
-            async with asyncio.timeout(self._settings.prefill_timeout_s):
+            with anyio.fail_after(self._settings.prefill_timeout_s):
                 answer = await self._prefill_answer(payload)
         except TimeoutError:
             return None, Handover.PREFILL_TIMEOUT
@@ -239,13 +245,14 @@ class Exchange:
         limit_s = self._settings.first_token_timeout_s
         client, path = self._cluster.client, self._endpoint.path
         try:
-            async with asyncio.timeout(limit_s):
+            with anyio.fail_after(limit_s):
                 return await call(client, worker, "POST", path, self._headers, payload)
         except TimeoutError:
             raise _no_first_token(worker, limit_s) from None
 
     def _decode_payload(self, prefill: PrefillAnswer | None) -> bytes:
-        if self._body is None or (prefill is None and "kv_transfer_params" not in self._body):
+        assert self._body is not None
+        if prefill is None and not legs.names_transfer(self._body):
             return self._raw
         return encode_body(legs.decode_body(self._endpoint, self._body, prefill))
 
@@ -258,20 +265,17 @@ class Exchange:
         """
         started = time.monotonic()
         payload = self._decode_payload(prefill)
-        path = self._endpoint.path
-        client = self._cluster.client
+        client, path, headers = self._cluster.client, self._endpoint.path, self._headers
         patience_s = patience_s if self._streamed else None
         with worker.busy():
             try:
-                async with (
-                    asyncio.timeout(patience_s) as patience,
-                    opened(client, worker, "POST", path, self._headers, payload) as response,
-                ):
-                    if response.status_code == 200 and is_stream(response):
-                        outcome = await self._stream(response, worker, prefill, patience)
-                    else:
-                        patience.reschedule(None)
-                        outcome = await self._pass_on(await whole(response), worker, prefill)
+                with anyio.fail_after(patience_s) as patience:
+                    async with opened(client, worker, "POST", path, headers, payload) as response:
+                        if response.status_code == 200 and is_stream(response):
+                            outcome = await self._stream(response, worker, prefill, patience)
+                        else:
+                            patience.deadline = math.inf
+                            outcome = await self._pass_on(await whole(response), worker, prefill)
             except TimeoutError:
                 raise _no_first_token(worker, patience_s or 0.0) from None
         if outcome is Outcome.OK:
@@ -297,10 +301,10 @@ class Exchange:
         response: httpx.Response,
         worker: Worker,
         prefill: PrefillAnswer | None,
-        patience: asyncio.Timeout,
+        patience: anyio.CancelScope,
     ) -> Outcome:
         splitter = EventSplitter()
-        chunks = response.aiter_raw()
+        chunks = response.aiter_bytes()
         events: list[bytes] = []
         first: bytes | None = None
         looked_at = 0
@@ -323,7 +327,7 @@ class Exchange:
             raise LegError(
                 LegFault.STATUS, f"{worker.url} failed at once", delivered=True, answer=answer
             )
-        patience.reschedule(None)
+        patience.deadline = math.inf
         if self._endpoint is Endpoint.RESPONSES:
             event = parse_body(data_of(events[0]))
             self._remember(event.get("response") if event else None, worker)
@@ -331,20 +335,23 @@ class Exchange:
         outcome = _Ending(self._endpoint)
         await self._send_events(events, prefill, outcome)
         self._observe_ttft()
-        loop = asyncio.get_running_loop()
         stall_s = self._settings.stall_timeout_s
         try:
-            async with asyncio.timeout(stall_s) as silence:
+            with anyio.fail_after(stall_s) as silence:
                 async for chunk in chunks:
                     # A client that reads slowly is not the worker's silence.
-                    silence.reschedule(None)
+                    silence.deadline = math.inf
                     await self._send_events(splitter.feed(chunk), prefill, outcome)
-                    silence.reschedule(loop.time() + stall_s)
+                    silence.deadline = anyio.current_time() + stall_s
         except TimeoutError:
             message = f"{worker.url} was silent for {stall_s:g} s in a stream"
             raise LegError(LegFault.TIMEOUT, message, delivered=True) from None
+        ended = outcome.value()
+        if ended is Outcome.BROKEN:
+            message = f"{worker.url} ended a stream in the middle"
+            raise LegError(LegFault.LOST, message, delivered=True)
         await self._send_body(splitter.rest(), more=False)
-        return outcome.value()
+        return ended
 
     async def _send_events(
         self, events: list[bytes], prefill: PrefillAnswer | None, outcome: _Ending

@@ -45,7 +45,7 @@ class Handover(enum.StrEnum):
     TRUNCATION = "truncation"  # "to what fits" depends on the reply's length, which prefill lacks
     SERVER_TOOLS = "server_tools"  # several generations in one request would read freed blocks
     STORED_HISTORY = "stored_history"  # only the worker that answered before knows it
-    UNREADABLE = "unreadable"  # not a JSON object: the decode worker says what is wrong
+    UNREADABLE = "unreadable"  # no JSON object that we can read: no worker gets it
     # Tried in vain.
     PREFILL_UNREACHABLE = "prefill_unreachable"
     PREFILL_FAILED = "prefill_failed"
@@ -83,6 +83,9 @@ _REPLY_ONLY = frozenset(
 """Left out of the prefill leg. ``response_format``, ``tools``, ``tool_choice``,
 ``reasoning_effort``, ``thinking``, ``output_config`` and ``text`` stay: templates may render
 them."""
+
+
+_TRANSFER = "kv_transfer_params"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +127,16 @@ def parse_body(raw: bytes) -> dict[str, Any] | None:
     return body if isinstance(body, dict) else None
 
 
+def why_unreadable(raw: bytes) -> str:
+    """What is wrong with what :func:`parse_body` could not read, in a few words."""
+    try:
+        return f"it is of type {type(json.loads(raw)).__name__}"
+    except RecursionError:
+        return "it is nested too deeply"
+    except ValueError as error:
+        return str(error)[:200]
+
+
 def encode_body(body: Any) -> bytes:
     """JSON bytes of what :func:`parse_body` gave."""
     try:
@@ -135,9 +148,27 @@ def encode_body(body: Any) -> bytes:
 def hints(body: Mapping[str, Any]) -> dict[str, Any]:
     """The client's ``kv_transfer_params["backhaul"]``. Its other keys are dropped: they name hosts
     and blocks that a worker would read from."""
-    params = body.get("kv_transfer_params")
+    params = body.get(_TRANSFER)
     given = params.get("backhaul") if isinstance(params, dict) else None
     return dict(given) if isinstance(given, dict) else {}
+
+
+def names_transfer(body: Mapping[str, Any]) -> bool:
+    """Whether a worker would take transfer parameters out of the client's request as it is."""
+    return _TRANSFER in body or _TRANSFER in _extra(body)
+
+
+def _without_transfer(body: Mapping[str, Any]) -> dict[str, Any]:
+    leg = {name: value for name, value in body.items() if name != _TRANSFER}
+    if _TRANSFER in (extra := _extra(body)):
+        # vLLM makes the two one, and reads members of it that only a request's own field may have.
+        leg["vllm_xargs"] = {name: value for name, value in extra.items() if name != _TRANSFER}
+    return leg
+
+
+def _extra(body: Mapping[str, Any]) -> dict[str, Any]:
+    extra = body.get("vllm_xargs")
+    return extra if isinstance(extra, dict) else {}
 
 
 def obstacle(endpoint: Endpoint, body: Mapping[str, Any]) -> Handover | None:
@@ -182,7 +213,9 @@ def _is_clients_tool(tool: Any) -> bool:
 
 def prefill_body(endpoint: Endpoint, body: Mapping[str, Any]) -> dict[str, Any]:
     """What the prefill leg is asked: render, compute, keep the blocks for decode."""
-    leg = {name: value for name, value in body.items() if name not in _REPLY_ONLY}
+    leg = {
+        name: value for name, value in _without_transfer(body).items() if name not in _REPLY_ONLY
+    }
     transfer: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
     if endpoint is Endpoint.MESSAGES:
         # That API has no field for token ids: Backhaul's connector tells them.
@@ -364,10 +397,9 @@ def decode_body(
     endpoint: Endpoint, body: Mapping[str, Any], prefill: PrefillAnswer | None
 ) -> dict[str, Any]:
     """What decode is asked: the client's request, and where the prompt's cache and tokens are."""
-    leg = dict(body)
+    leg = _without_transfer(body)
     given = hints(body)
     if prefill is None:
-        leg.pop("kv_transfer_params", None)
         return leg | ({"kv_transfer_params": {"backhaul": given}} if given else {})
     transfer = dict(prefill.params)
     if (offset := _input_end(prefill.record)) is not None:

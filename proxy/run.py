@@ -6,7 +6,7 @@ import contextlib
 import logging
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import uvicorn
 
@@ -17,17 +17,17 @@ logger = logging.getLogger(__name__)
 
 
 class _Server(uvicorn.Server):
-    """Says where it can be reached, once it can be."""
+    """Calls ``on_started`` once it can be reached."""
 
-    def __init__(self, config: uvicorn.Config, announcement: str) -> None:
+    def __init__(self, config: uvicorn.Config, on_started: Callable[[], None]) -> None:
         super().__init__(config)
-        self._announcement = announcement
+        self._on_started = on_started
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """See ``uvicorn.Server``."""
         await super().startup(sockets=sockets)
         if self.started:
-            print(self._announcement, flush=True)
+            self._on_started()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -42,9 +42,12 @@ class _Server(uvicorn.Server):
                 signal.signal(number, handler)
 
 
-def serve(settings: ProxySettings, listener: socket.socket) -> None:
+def serve(
+    settings: ProxySettings, listener: socket.socket, announce: Callable[[str], None]
+) -> None:
     """Run until SIGTERM or SIGINT. Requests that run then may end within ``grace_s`` seconds; a
-    second signal ends them at once."""
+    second signal ends them at once. ``announce`` gets the one line that says where it listens, once
+    it does."""
     for remark in settings.remarks():
         logger.warning("%s", remark)
     config = uvicorn.Config(
@@ -60,4 +63,4 @@ def serve(settings: ProxySettings, listener: socket.socket) -> None:
         f"backhaul proxy ready: http://{host}:{port}, "
         f"prefill {', '.join(settings.prefill)}, decode {', '.join(settings.decode)}"
     )
-    _Server(config, announcement).run(sockets=[listener])
+    _Server(config, lambda: announce(announcement)).run(sockets=[listener])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
@@ -71,9 +72,17 @@ def forwarded_request_headers(headers: Headers, request_id: str) -> list[tuple[b
     return [*kept, (b"accept-encoding", b"identity"), (b"x-request-id", request_id.encode())]
 
 
+_CONTROLS = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
+
+
 def forwarded_response_headers(headers: Headers) -> list[tuple[bytes, bytes]]:
-    """What of a worker's headers the client gets."""
-    return [(name.lower(), value) for name, value in headers if name.lower() not in _OWN_RESPONSE]
+    """What of a worker's headers the client gets: nothing that our own server would refuse to
+    send, for the answer would be lost with it."""
+    return [
+        (name.lower(), value)
+        for name, value in headers
+        if name.lower() not in _OWN_RESPONSE and not _CONTROLS.search(value)
+    ]
 
 
 @contextlib.asynccontextmanager
@@ -126,7 +135,13 @@ async def call(
 
 
 def raise_if_retriable(worker: Worker, answer: Answer) -> None:
-    """Raise :class:`LegError` for an error that another worker may not have."""
+    """Raise :class:`LegError` for an error that another worker may not have, and for what is no
+    answer: a redirection is for whoever gave the worker's address, not for the client."""
+    if not (200 <= answer.status < 300 or 400 <= answer.status < 600):
+        to = next((value for name, value in answer.headers if name.lower() == b"location"), b"")
+        words = f"{answer.status} {to.decode('latin-1')}".rstrip()
+        message = f"{worker.url} answered {words}, as no engine does: is the address right?"
+        raise LegError(LegFault.STATUS, message, delivered=True)
     if answer.status in RETRIED_STATUSES:
         raise LegError(
             LegFault.STATUS,

@@ -384,7 +384,8 @@ class Store(abc.ABC):
         ``wait_s`` bounds how long the store may hold the answer back for an announced checkpoint
         deeper than what is visible. ``follow_up``: the same was asked of one's own domain, which
         counted the lookup and had nothing consumable above ``above_tokens``. ``repeat``: the same
-        request asked before and was counted as traffic."""
+        request asked before and was counted as traffic. Raises ``LookupUnanswered``, with the lease
+        to release, where the store may have granted one without the caller hearing of it."""
 
     @abc.abstractmethod
     def renew(self, lease: LeaseId, lease_s: float, *, timeout_s: float) -> None:

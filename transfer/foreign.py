@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -19,7 +19,7 @@ from backhaul.protocols.checkpoint import (
 )
 from backhaul.protocols.comparison import Verdict, compare
 from backhaul.protocols.domain import DomainRecord
-from backhaul.protocols.errors import StoreError, StoreUnavailable
+from backhaul.protocols.errors import LookupUnanswered, StoreError, StoreUnavailable
 from backhaul.protocols.sharding import conversion, page_bytes
 from backhaul.protocols.stages import most_layers
 from backhaul.transfer.base import LookupResult
@@ -61,9 +61,17 @@ class Foreign(NamedTuple):
 class ConvertibleDomains:
     """Which other domains' bytes this engine can use. Thread-safe: answers are only remembered."""
 
-    def __init__(self, store: Asked, record: DomainRecord, buffer_bytes: int) -> None:
-        """``buffer_bytes``: what a worker converts in; see the option ``convert_buffer_bytes``."""
+    def __init__(
+        self,
+        store: Asked,
+        record: DomainRecord,
+        buffer_bytes: int,
+        give_back: Callable[[LeaseId], None] = lambda lease: None,
+    ) -> None:
+        """``buffer_bytes``: what a worker converts in; see the option ``convert_buffer_bytes``.
+        ``give_back``: releases, later, what a lookup without an answer may have been granted."""
         self._store = store
+        self._give_back = give_back
         self._ours = record
         self._buffer_bytes = buffer_bytes
         self._known: dict[DomainId, tuple[DomainRecord | None, str]] = {}
@@ -112,6 +120,8 @@ class ConvertibleDomains:
                 failed[domain] = Reason.EVICTED  # what it does not have any more
             except StoreError as error:
                 logger.debug("backhaul: lookup in domain %s failed: %s", domain, error)
+                if isinstance(error, LookupUnanswered):
+                    self._give_back(LeaseId(error.lease))
                 failed[domain] = Reason.UNREACHABLE
 
         def tagged(match: CheckpointMatch) -> CheckpointMatch:

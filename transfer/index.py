@@ -411,6 +411,7 @@ class BlockIndex:
         *,
         follow_up: bool = False,
         repeat: bool = False,
+        lease_name: str = "",
     ) -> LookupAnswer:
         """Checkpoints of the prefix above ``above_tokens``: up to ``MATCHES_MAX`` consumable ones,
         under one lease, as many of which something is known that makes them unusable, a few that
@@ -419,13 +420,14 @@ class BlockIndex:
 
         ``follow_up``: another domain was asked first and counted the lookup, of which only the hit
         counts here, where ``above_tokens`` 0 says that there was none. ``repeat``: the same request
-        asked before, so that it is a lookup and no further traffic."""
+        asked before, so that it is a lookup and no further traffic. ``lease_name``: what follows
+        the instance id in the lease's id, unlike any other's; numbered where it is empty."""
         now = self.expire(now)
         domain = self._domain(domain_id, now)
         check_hashes(boundary_hashes)
         lease_s = min(seconds("lease_s", lease_s), self.lease_max_s)
         if lease_s:
-            self.leases.check_room()
+            self.leases.check_room(lease_name)
         if not follow_up:
             self.counters["lookups"] += 1
             if not repeat:
@@ -440,7 +442,7 @@ class BlockIndex:
         awaited = self._awaited(domain, boundary_hashes, above_tokens)
         lease_id = None
         if usable and lease_s:  # at the very end: what raises leaves no lease
-            lease = self.leases.grant(domain, tuple(usable), now + lease_s)
+            lease = self.leases.grant(domain, tuple(usable), now + lease_s, lease_name)
             self._deadlines.push(lease)
             lease_id = lease.id
         return LookupAnswer(found.matches, lease_id, awaited, found.extent)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from backhaul.protocols.checkpoint import LeaseId, ObjectKey
-from backhaul.protocols.errors import StoreFull
+from backhaul.protocols.errors import StoreFull, StoreRejected
 from backhaul.transfer.entries import LEASES_MAX, Checkpoint, Domain, Entry, Lease, NotKnown
-from backhaul.transfer.index_input import key_name
+from backhaul.transfer.index_input import check_name, key_name
 
 
 class Location(NamedTuple):
@@ -27,18 +27,25 @@ class LeaseTable:
         self._instance_id = instance_id
         self._granted = 0
 
-    def check_room(self) -> None:
-        """Raise where no other lease can be granted."""
+    def check_room(self, name: str = "") -> None:
+        """Raise where no other lease can be granted, or none of that name."""
         if len(self.valid) >= LEASES_MAX:
             raise StoreFull(f"{LEASES_MAX} leases are valid at once: release some")
+        if name:
+            check_name("lease name", name)
+            if self._id(name) in self.valid:
+                raise StoreRejected(f"a lease named {name[:80]!r} is valid: choose unique names")
 
     def grant(
-        self, domain: Domain, checkpoints: tuple[Checkpoint, ...], expires_at: float
+        self,
+        domain: Domain,
+        checkpoints: tuple[Checkpoint, ...],
+        expires_at: float,
+        name: str = "",
     ) -> Lease:
-        """A new lease on visible checkpoints of one domain."""
-        self.check_room()
-        self._granted += 1
-        lease_id = LeaseId(f"{self._instance_id}.{self._granted}")
+        """A new lease on visible checkpoints of one domain; without a ``name`` it is numbered."""
+        self.check_room(name)
+        lease_id = self._id(name) if name else self._numbered()
         lease = self.valid[lease_id] = Lease(lease_id, domain, expires_at, checkpoints)
         for checkpoint in checkpoints:
             checkpoint.leases += 1
@@ -57,6 +64,16 @@ class LeaseTable:
         del self.valid[lease.id]
         for checkpoint in lease.checkpoints:
             checkpoint.leases -= 1
+
+    def _id(self, name: str) -> LeaseId:
+        return LeaseId(f"{self._instance_id}.{name}")
+
+    def _numbered(self) -> LeaseId:
+        while True:
+            self._granted += 1
+            lease_id = self._id(str(self._granted))
+            if lease_id not in self.valid:  # somebody may have named one so
+                return lease_id
 
 
 def locate(lease: Lease, keys: Sequence[ObjectKey]) -> list[Location]:

@@ -29,6 +29,7 @@ from backhaul.protocols.checkpoint import (
 from backhaul.protocols.domain import DomainRecord
 from backhaul.protocols.errors import (
     BackhaulError,
+    LookupUnanswered,
     StoreError,
     StoreFull,
     StoreRejected,
@@ -36,7 +37,7 @@ from backhaul.protocols.errors import (
 )
 from backhaul.transfer.backends import wire
 from backhaul.transfer.backends.payload import Moved, Payload
-from backhaul.transfer.backends.rpc import CatalogChannel, StoreTimeout
+from backhaul.transfer.backends.rpc import CatalogChannel, StoreTimeout, StoreUnanswered
 from backhaul.transfer.backends.session import SessionKeeper
 from backhaul.transfer.base import (
     CheckpointInfo,
@@ -335,6 +336,7 @@ class EmbeddedStore(Store):
         timeout_s: float,
     ) -> LookupResult:
         """See ``Store``."""
+        name = uuid.uuid4().hex if lease_s else ""
         request = store_pb2.LookupRequest(
             domain_id=domain,
             boundary_hashes=boundary_hashes,
@@ -343,8 +345,15 @@ class EmbeddedStore(Store):
             wait_s=min(wait_s, timeout_s * WAIT_SHARE_MAX),
             follow_up=follow_up,
             repeat=repeat,
+            lease_name=name,
         )
-        reply = self._keeper.call("Lookup", request, time.monotonic() + timeout_s, domain)
+        try:
+            reply = self._keeper.call("Lookup", request, time.monotonic() + timeout_s, domain)
+        except StoreUnanswered as error:
+            if not name:
+                raise
+            lease = wire.lease_id(self._keeper.instance_id, name)
+            raise LookupUnanswered(str(error), lease) from None
         return wire.lookup_result(reply)
 
     def renew(self, lease: LeaseId, lease_s: float, *, timeout_s: float) -> None:

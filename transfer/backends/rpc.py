@@ -36,11 +36,15 @@ class StoreTimeout(StoreUnavailable):
     """No answer within the deadline, or none is expected (see ``Breaker``)."""
 
 
+class StoreUnanswered(StoreTimeout):
+    """The call was sent and given up: it may have been, or be, carried out."""
+
+
 ERRORS: dict[grpc.StatusCode, type[StoreError]] = {
     grpc.StatusCode.CANCELLED: StoreUnavailable,
     grpc.StatusCode.UNKNOWN: StoreUnavailable,
     grpc.StatusCode.INVALID_ARGUMENT: StoreRejected,
-    grpc.StatusCode.DEADLINE_EXCEEDED: StoreTimeout,
+    grpc.StatusCode.DEADLINE_EXCEEDED: StoreUnanswered,
     grpc.StatusCode.NOT_FOUND: NotKnown,
     grpc.StatusCode.ALREADY_EXISTS: StoreRejected,
     grpc.StatusCode.PERMISSION_DENIED: StoreDenied,
@@ -146,7 +150,7 @@ class CatalogChannel:
         self, method: str, error: Any, started: float, timeout_s: float, *, trips: bool
     ) -> StoreError:
         kind = ERRORS.get(error.code(), StoreUnavailable)
-        if kind is not StoreTimeout:
+        if kind is not StoreUnanswered:
             self.breaker.succeeded()  # refused at once: gRPC's own back-off bounds the cost
         elif trips and timeout_s >= TRIP_TIMEOUT_MIN_S:
             self.breaker.timed_out(started)

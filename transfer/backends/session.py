@@ -51,6 +51,12 @@ class SessionKeeper:
         with self._lock:
             self._agent = agent
 
+    @property
+    def instance_id(self) -> str:
+        """Of the daemon that was called last; empty before the first Hello."""
+        session = self._session
+        return session.instance_id if session is not None else ""
+
     def doubt(self, *, peer: bool = False) -> None:
         """The daemon may be another one by now; ``peer``: and its memory cannot be reached."""
         with self._lock:

@@ -97,9 +97,14 @@ def lookup_result(reply: store_pb2.LookupReply) -> LookupResult:
     )
 
 
+def lease_id(instance_id: str, name: str) -> LeaseId:
+    """What the lease of a lookup is called that chose its name."""
+    return LeaseId(f"{instance_id}.{name}")
+
+
 def instance_of(lease: LeaseId) -> str:
     """The life of the daemon that granted a lease."""
-    return lease.rpartition(".")[0]
+    return lease.partition(".")[0]
 
 
 def checkpoint_message(info: CheckpointInfo) -> store_pb2.CheckpointInfo:

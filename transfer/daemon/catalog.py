@@ -7,7 +7,9 @@ A caller may be gone when its call is handled, because the daemon was stopped or
 gRPC cancels the handlers of calls that it knows to be over, but takes an answer for sent that
 nobody receives. So a call that grants a lease or opens a publication is looked at again once it is
 over: what was granted after the call's deadline is taken back, as its caller never will. Where load
-delays that look itself, this may meet a caller that got the answer in time; it costs a miss.
+delays that look itself, this may meet a caller that got the answer in time; it costs a miss. Of an
+answer that was sent in time but not read in time, only the caller knows: it takes back what it
+named itself.
 """
 
 from __future__ import annotations
@@ -140,7 +142,7 @@ class Catalog(store_pb2_grpc.CatalogServicer):
                 f"client {request.client_name[:80]!r} speaks protocol {request.protocol_version}, "
                 f"this daemon {PROTOCOL_VERSION}: run the same Backhaul on both sides"
             )
-        logger.info("client %s connected", request.client_name[:80])
+        logger.info("client %r connected", request.client_name[:80])
         return store_pb2.HelloReply(
             instance_id=self._index.instance_id,
             agent_name=self._pool.agent_name,
@@ -208,6 +210,7 @@ class Catalog(store_pb2_grpc.CatalogServicer):
             self._clock(),
             follow_up=request.follow_up,
             repeat=request.repeat,
+            lease_name=request.lease_name,
         )
         if (lease := answer.lease) is None:
             return _lookup_reply(answer, waited_s)
@@ -455,11 +458,12 @@ def _key(key: store_pb2.Key) -> ObjectKey:
 
 
 def _members(kind: type[_Member], what: str, values: Iterable[str]) -> tuple[_Member, ...]:
-    try:
-        return tuple(kind(value) for value in values)
-    except ValueError as error:
-        valid = ", ".join(member.value for member in kind)
-        raise StoreRejected(f"{what}: {error}; valid are {valid}") from None
+    members = {member.value: member for member in kind}
+    named = tuple(values)
+    for value in named:
+        if value not in members:
+            raise StoreRejected(f"{what} {value[:80]!r} is none of {', '.join(members)}")
+    return tuple(members[value] for value in named)
 
 
 def _query(request: store_pb2.ListCheckpointsRequest) -> ListQuery:

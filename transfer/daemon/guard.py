@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
@@ -16,10 +15,8 @@ import grpc
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 
+from backhaul.transfer.daemon.quiet import QuietLog
 from backhaul.transfer.entries import CALL_CHOICES_MAX, CALL_OBJECTS_MAX, HASHES_MAX
-
-LOG_INTERVAL_S = 10.0
-"""One line per so long; the next one says how many came in between."""
 
 logger = logging.getLogger(__name__)
 
@@ -29,25 +26,6 @@ class Malformed:
 
     def __init__(self, why: str) -> None:
         self.why = why
-
-
-class QuietLog:
-    """Logs the first of many lines and counts the others."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._next = -math.inf
-        self._unsaid = 0
-
-    def warning(self, text: str, *args: object) -> None:
-        """Log now, or count for the next line."""
-        now = self._clock()
-        if now < self._next:
-            self._unsaid += 1
-            return
-        more, self._unsaid = self._unsaid, 0
-        self._next = now + LOG_INTERVAL_S
-        logger.warning(text + (" (%d more before)" if more else ""), *args, *([more] * bool(more)))
 
 
 def wrong_number(message: Message) -> str | None:
@@ -120,7 +98,7 @@ class InputGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg, unused-i
     """Reads requests in gRPC's place, for every service of the server."""
 
     def __init__(self) -> None:
-        self._log = QuietLog()
+        self._log = QuietLog(logger)
 
     async def intercept_service(
         self,

@@ -15,6 +15,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+BACKLOG = 64
+"""Connections that may wait to be accepted. Also how often asyncio tries in vain, one log line
+each, where no file is left for them."""
+
 _PAGE = {
     "/": ("status.html", "text/html"),
     "/status.css": ("status.css", "text/css"),
@@ -84,6 +88,7 @@ def make_server(app: Any) -> HttpServer:
         log_level=logging.WARNING,
         access_log=False,
         lifespan="off",
+        backlog=BACKLOG,
         timeout_graceful_shutdown=1,
     )
     return HttpServer(config)

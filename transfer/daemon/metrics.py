@@ -83,7 +83,8 @@ class RpcTimer(grpc.aio.ServerInterceptor):  # type: ignore[type-arg, unused-ign
     ) -> Any:
         """See ``grpc.aio.ServerInterceptor``."""
         handler = await continuation(handler_call_details)
-        _, service, method = handler_call_details.method.split("/")
+        # Anything may stand there; of our services there is a handler for real methods only.
+        service, _, method = handler_call_details.method.removeprefix("/").rpartition("/")
         if handler is None or handler.unary_unary is None or not service.startswith("backhaul."):
             return handler
         seconds = self._seconds.labels(method)

@@ -9,6 +9,7 @@ import secrets
 import signal
 import time
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -51,8 +52,10 @@ _aio_health: Any = health.aio  # type: ignore[attr-defined, unused-ignore]  # ab
 logger = logging.getLogger(__name__)
 
 
-async def serve(settings: DaemonSettings) -> None:
-    """Run until SIGTERM or SIGINT. Raises ``ConfigError`` where it cannot start."""
+async def serve(settings: DaemonSettings, announce: Callable[[str], None]) -> None:
+    """Run until SIGTERM or SIGINT. Raises ``ConfigError`` where it cannot start.
+
+    ``announce`` gets the one line that says where it listens, once it does."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -83,11 +86,10 @@ async def serve(settings: DaemonSettings) -> None:
         http_task = asyncio.create_task(http.serve(sockets=[http_socket]), name="http")
         expire_task = asyncio.create_task(_expire(catalog), name="expire")
         stop_task = asyncio.create_task(stop.wait(), name="stop")
-        print(
+        announce(
             f"backhaul store ready: grpc {address}, "
             f"pool {format_bytes(settings.capacity_bytes)}, http {http_address}, "
-            f"nixl {BACKEND}, instance {index.instance_id}",
-            flush=True,
+            f"nixl {BACKEND}, instance {index.instance_id}"
         )
         # The first two never end by themselves: if one does, it failed, and so does the daemon.
         await asyncio.wait((http_task, expire_task, stop_task), return_when=asyncio.FIRST_COMPLETED)

@@ -19,7 +19,12 @@ from backhaul.protocols.checkpoint import (
     Reason,
 )
 from backhaul.protocols.domain import DomainRecord
-from backhaul.protocols.errors import StoreError, StoreRejected, StoreUnavailable
+from backhaul.protocols.errors import (
+    LookupUnanswered,
+    StoreError,
+    StoreRejected,
+    StoreUnavailable,
+)
 from backhaul.protocols.layout import CacheLayout, GroupKind, GroupLayout
 from backhaul.protocols.options import Options
 from backhaul.protocols.sharding import Part, Rows
@@ -225,3 +230,31 @@ def test_other_domains_get_what_is_left_of_a_lookup_s_time(made: list[Catalog]) 
     while catalog.poll("r") is None:
         time.sleep(0.001)
     assert store.timeouts and all(left < 1.0 for left in store.timeouts)
+
+
+@pytest.mark.parametrize("foreign", [False, True])
+def test_what_a_lookup_without_an_answer_may_have_been_granted_is_given_back(
+    made: list[Catalog], foreign: bool
+) -> None:
+    """The store granted it in time, but the engine stood still and heard of it too late."""
+
+    class Unheard(TwoDomains):
+        def lookup(self, domain: DomainId, hashes: Any, **more: Any) -> LookupResult:
+            if bool(more.get("follow_up")) is foreign:
+                raise LookupUnanswered("too late", "i.unheard")
+            return super().lookup(domain, hashes, **more)
+
+        def release(self, leases: list[LeaseId], *, timeout_s: float) -> None:
+            if not self.asked.is_set():
+                self.asked.set()
+                raise StoreTimeout("still hung")
+            super().release(leases, timeout_s=timeout_s)
+
+    store = Unheard(LookupResult(matches=(match(3, consumable=False),)))
+    catalog = Catalog(cast(Store, store), make_record(1), Options(store="backhaul://x:1"), Clock())
+    made.append(catalog)
+    catalog.start("r", [b"a", b"b", b"c"])
+    while (answer := catalog.poll("r")) is None or not store.released:
+        time.sleep(0.001)
+    assert answer.reason is (None if foreign else Reason.UNREACHABLE) and not answer.leases
+    assert store.released == ["i.unheard"] and catalog.open_leases == 0

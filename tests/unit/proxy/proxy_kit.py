@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import socketserver
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
@@ -92,6 +94,50 @@ def running(prefill: int = 1, decode: int = 1, **options: Any) -> Iterator[Setup
         yield Setup(http, server.url, p, d, server)
         for each in (server, *(engine.server for engine in (*p, *d))):
             each.stop_soon()
+
+
+class RawEngine(socketserver.ThreadingTCPServer):
+    """Answers every request but ``/health`` with the same bytes, whatever they are, and closes."""
+
+    daemon_threads = True
+
+    def __init__(self, answer: bytes) -> None:
+        super().__init__(("127.0.0.1", 0), _RawHandler)
+        self.answer = answer
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+
+    def __enter__(self) -> Self:
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.shutdown()
+        self.server_close()
+
+
+class _RawHandler(socketserver.StreamRequestHandler):
+    server: RawEngine
+
+    def handle(self) -> None:
+        request = self.rfile.readline()
+        length = 0
+        while (line := self.rfile.readline().strip()) != b"":
+            name, _, value = line.partition(b":")
+            length = int(value) if name.lower() == b"content-length" else length
+        self.rfile.read(length)
+        healthy = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+        self.wfile.write(healthy if b" /health " in request else self.server.answer)
+
+
+@contextlib.contextmanager
+def in_front_of(*urls: str, **options: Any) -> Iterator[httpx.Client]:
+    """A proxy whose workers of both roles are these."""
+    settings = ProxySettings(prefill=urls, decode=urls, **options)
+    with (
+        AppServer(make_app(settings), lifespan=True) as server,
+        httpx.Client(base_url=server.url, timeout=20.0) as http,
+    ):
+        yield http
 
 
 def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> None:

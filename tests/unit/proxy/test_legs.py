@@ -19,6 +19,7 @@ from backhaul.proxy.legs import (
     decode_body,
     encode_body,
     hints,
+    names_transfer,
     obstacle,
     parse_body,
     prefill_body,
@@ -120,6 +121,23 @@ def test_of_the_clients_parameters_only_ours_get_through() -> None:
 @pytest.mark.parametrize("params", [None, 3, [], "x", {"backhaul": 3}, {"backhaul": None}])
 def test_malformed_parameters_are_dropped(params: Any) -> None:
     assert hints({"kv_transfer_params": params}) == {}
+
+
+@pytest.mark.parametrize("smuggled", ["", "text", 0, 5, ["do_remote_prefill"]])
+def test_no_transfer_parameters_come_by_another_way(smuggled: Any) -> None:
+    """vLLM makes ``vllm_xargs`` one with a request's transfer parameters; connectors expect an
+    object there."""
+    body = CHAT | {"vllm_xargs": {"kv_transfer_params": smuggled, "x": 1}}
+    assert names_transfer(body)
+    for leg in (
+        prefill_body(Endpoint.CHAT, body),
+        decode_body(Endpoint.CHAT, body, None),
+        decode_body(Endpoint.CHAT, body, PrefillAnswer(params={})),
+    ):
+        assert leg["vllm_xargs"] == {"x": 1}
+    for odd in (None, [], "kv_transfer_params", {}):
+        assert not names_transfer(CHAT | {"vllm_xargs": odd})
+        assert decode_body(Endpoint.CHAT, CHAT | {"vllm_xargs": odd}, None)["vllm_xargs"] == odd
 
 
 def test_decode_gets_the_whole_request_and_the_tokens_of_the_one_render() -> None:

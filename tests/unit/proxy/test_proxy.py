@@ -148,12 +148,34 @@ def test_the_clients_errors_come_from_decode_as_they_are(setup: Setup, stream: b
     assert len(setup.prefill[0].seen) == len(setup.decode[0].seen) == 1
 
 
-@pytest.mark.parametrize("raw", [b"", b"{", b"[1]", b"\xff"])
-def test_what_is_no_json_is_left_to_the_engine(setup: Setup, raw: bytes) -> None:
-    answer = setup.http.post("/v1/chat/completions", content=raw)
+FORGED = b'{"kv_transfer_params": {"do_remote_prefill": true, "remote_host": "elsewhere"}, "x": '
+
+
+@pytest.mark.parametrize(
+    ("raw", "why"),
+    [
+        (b"", "Expecting value"),
+        (b"{", "Expecting property name"),
+        (b"[1]", "it is of type list"),
+        (b"null", "it is of type NoneType"),
+        (b"\xff", "'utf-8' codec"),
+        # Workers whose Python takes more levels or digits than ours would read these.
+        (FORGED + b"[" * 5000 + b"]" * 5000 + b"}", "it is nested too deeply"),
+        (FORGED + b"9" * 5000 + b"}", "Exceeds the limit"),
+    ],
+)
+@pytest.mark.parametrize("path", ["chat/completions", "messages"])
+def test_what_the_proxy_cannot_read_reaches_no_engine(
+    setup: Setup, raw: bytes, why: str, path: str
+) -> None:
+    """It may name what an engine would fetch from elsewhere."""
+    answer = setup.http.post(f"/v1/{path}", content=raw)
     assert answer.status_code == 400
-    assert setup.decode[0].seen[0].raw == raw
-    assert not setup.prefill[0].seen
+    error = answer.json()["error"]
+    assert error["message"].startswith(f"the body is no JSON object: {why}")
+    assert error["type"] == "invalid_request_error"
+    assert answer.headers["x-backhaul-handover"] == "unreadable"
+    assert not setup.prefill[0].seen and not setup.decode[0].seen
 
 
 def test_a_stream_is_passed_on_event_by_event(setup: Setup) -> None:

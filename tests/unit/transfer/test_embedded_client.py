@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from typing import Any
@@ -17,6 +16,7 @@ from backhaul.protocols.checkpoint import DomainId, LeaseId, ObjectKey, Publicat
 from backhaul.protocols.domain import DomainRecord
 from backhaul.protocols.errors import (
     ConfigError,
+    LookupUnanswered,
     StoreDenied,
     StoreError,
     StoreFull,
@@ -52,6 +52,8 @@ class FakeCatalog(store_pb2_grpc.CatalogServicer):  # type: ignore[misc]
         self.domains: set[str] = set()
         self.records: dict[str, bytes] = {}
         self.fail: dict[str, grpc.StatusCode] = {}
+        self.lease_names: list[str] = []
+        self.heard = threading.Event()
         self.hang = threading.Event()
         self.hang.set()
 
@@ -82,6 +84,8 @@ class FakeCatalog(store_pb2_grpc.CatalogServicer):  # type: ignore[misc]
         self._know(request.domain_id, context)
         self.wait_s = request.wait_s
         self.repeat = request.repeat
+        self.lease_names.append(request.lease_name)
+        self.heard.set()
         match = store_pb2.Match(boundary=16, kinds=["decode_end", "of_tomorrow"], reason="new")
         return store_pb2.LookupReply(matches=[match])
 
@@ -302,6 +306,13 @@ class TestSession:
         assert [kind.value for kind in match.kinds] == ["decode_end"]
         assert match.reason == "internal"
 
+    def test_each_lookup_names_its_lease(self, store: EmbeddedStore, catalog: FakeCatalog) -> None:
+        store.open_domain(RECORD, timeout_s=5)
+        for lease_s in (5, 5, 0):
+            store.lookup(RECORD.domain_id, [b"h"], lease_s=lease_s, timeout_s=5)
+        first, second, third = catalog.lease_names
+        assert first and second and first != second and not third
+
     @pytest.mark.parametrize("repeat", [False, True])
     def test_a_lookup_says_whether_its_request_asked_before(
         self, store: EmbeddedStore, catalog: FakeCatalog, repeat: bool
@@ -327,23 +338,45 @@ class TestHungStore:
     def test_costs_one_deadline_then_nothing(
         self, store: EmbeddedStore, catalog: FakeCatalog
     ) -> None:
-        store.stats(timeout_s=5)
+        now = 100.0
+        store._channel.breaker = Breaker(lambda: now)
+        store.stats(timeout_s=60)
         catalog.hang.clear()
         with pytest.raises(StoreTimeout):
             store.stats(timeout_s=0.2)
-        started = time.monotonic()
-        with pytest.raises(StoreTimeout, match="next attempt in"):
-            store.release([LeaseId("x")], timeout_s=5)
-        assert time.monotonic() - started < 0.15
+        asked = list(catalog.calls)
+        with pytest.raises(StoreTimeout, match=r"next attempt in 0\.2 s"):
+            store.release([LeaseId("x")], timeout_s=60)
         catalog.hang.set()
-        deadline = time.monotonic() + 10
-        while True:
-            try:
-                store.stats(timeout_s=5)
-                break
-            except StoreTimeout:
-                assert time.monotonic() < deadline
-                time.sleep(0.02)
+        assert catalog.calls == asked, "it is not asked"
+        now += BACKOFF_S[0]
+        store.stats(timeout_s=60)
+
+    @pytest.mark.parametrize("lease_s", [0.0, 5.0])
+    def test_a_lookup_without_an_answer_says_what_it_may_have_been_granted(
+        self, store: EmbeddedStore, catalog: FakeCatalog, lease_s: float
+    ) -> None:
+        store.open_domain(RECORD, timeout_s=60)
+        lookup(store)
+        catalog.heard.clear()
+        catalog.hang.clear()
+        with pytest.raises(StoreTimeout if not lease_s else LookupUnanswered) as caught:
+            store.lookup(RECORD.domain_id, [b"h"], lease_s=lease_s, timeout_s=0.2)
+        catalog.hang.set()
+        assert "Deadline Exceeded" in str(caught.value)
+        if isinstance(caught.value, LookupUnanswered):
+            assert catalog.heard.wait(60)
+            assert caught.value.lease == f"first.{catalog.lease_names[-1]}"
+
+    def test_a_lookup_that_was_never_sent_was_granted_nothing(
+        self, store: EmbeddedStore, catalog: FakeCatalog
+    ) -> None:
+        store._channel.breaker = Breaker(lambda: 100.0)
+        store._channel.breaker.timed_out(100.0)
+        with pytest.raises(StoreUnavailable, match="next attempt") as caught:
+            store.lookup(RECORD.domain_id, [b"h"], lease_s=5, timeout_s=60)
+        assert not isinstance(caught.value, LookupUnanswered)
+        assert not catalog.calls
 
     def test_a_hasty_call_does_not_trip(self, store: EmbeddedStore, catalog: FakeCatalog) -> None:
         store.stats(timeout_s=5)

@@ -20,6 +20,7 @@ from google.protobuf.message_factory import GetMessageClass
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from index_kit import GRID, Driver, chain, keys_of, make_layout, make_record
+from prometheus_client import CollectorRegistry
 
 from backhaul.protocols import store_pb2, store_pb2_grpc
 from backhaul.protocols.checkpoint import PublicationId
@@ -27,15 +28,14 @@ from backhaul.protocols.domain import RECORD_BYTES_MAX
 from backhaul.protocols.layout import GROUPS_MAX, NAME_MAX, CacheLayout, GroupKind, GroupLayout
 from backhaul.transfer.backends.rpc import MESSAGE_BYTES_MAX
 from backhaul.transfer.backends.wire import domain_message
-from backhaul.transfer.daemon import guard
 from backhaul.transfer.daemon.catalog import Catalog
 from backhaul.transfer.daemon.guard import (
     COUNTS_MAX,
     InputGuard,
-    QuietLog,
     too_many,
     wrong_number,
 )
+from backhaul.transfer.daemon.metrics import RpcTimer
 from backhaul.transfer.daemon.status import StatusReport
 from backhaul.transfer.entries import CLIENTS_MAX, DOMAINS_MAX, HASHES_MAX, NAME_BYTES_MAX
 from backhaul.transfer.index import BlockIndex
@@ -107,7 +107,7 @@ def target() -> Iterator[str]:
     state: dict[str, Any] = {}
 
     async def serve() -> None:
-        server = grpc.aio.server(interceptors=[InputGuard()])
+        server = grpc.aio.server(interceptors=[InputGuard(), RpcTimer(CollectorRegistry())])
         store_pb2_grpc.add_CatalogServicer_to_server(  # type: ignore[no-untyped-call]
             make_catalog()[0], server
         )
@@ -136,6 +136,18 @@ def send(target: str, method: str, data: bytes) -> tuple[grpc.StatusCode, str]:
             failed: Any = error
             return failed.code(), failed.details()
     return grpc.StatusCode.OK, ""
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "//", "/a", "a", "/a/b/c", "/backhaul.v1.Catalog/", "/backhaul.v1.Catalog//Hello",
+             "/backhaul.v1.Catalog/Hello/", "/backhaul.v1.Catalog/../Hello", "/x" * 500],
+)  # fmt: skip
+def test_a_path_that_is_no_method(target: str, path: str, caplog: pytest.LogCaptureFixture) -> None:
+    with grpc.insecure_channel(target) as channel, pytest.raises(grpc.RpcError) as caught:
+        channel.unary_unary(path)(b"", timeout=20)
+    error: Any = caught.value
+    assert error.code() is grpc.StatusCode.UNIMPLEMENTED
+    assert caplog.messages == []
 
 
 def is_message(descriptor: Descriptor, data: bytes) -> bool:
@@ -553,17 +565,3 @@ def test_no_sequence_of_messages_breaks_the_catalog_or_leaves_anything(
             assert not index.leases.valid and not index.publications.open
 
     asyncio.run(run())
-
-
-def test_many_lines_are_one_and_a_count(caplog: pytest.LogCaptureFixture) -> None:
-    now = 0.0
-    log = QuietLog(lambda: now)
-    for second in range(25):
-        now = float(second)
-        log.warning("refused %s", second)
-    assert caplog.messages == [
-        "refused 0",
-        "refused 10 (9 more before)",
-        "refused 20 (9 more before)",
-    ]
-    assert guard.LOG_INTERVAL_S == 10

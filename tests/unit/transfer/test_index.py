@@ -686,6 +686,27 @@ def test_a_renewed_lease_lasts_from_now_up_to_the_maximum() -> None:
         driver.index.renew(lease, 1.0, driver.now)
 
 
+def test_a_lease_has_the_name_that_its_caller_chose() -> None:
+    driver = Driver()
+    driver.publish("a")
+
+    def lookup(name: str) -> LeaseId | None:
+        return driver.index.lookup(
+            driver.domain, chain("a"), 0, 5.0, driver.now, lease_name=name
+        ).lease
+
+    assert [lookup("2"), lookup("mine"), lookup(""), lookup("")] == [
+        "index.2", "index.mine", "index.1", "index.3",
+    ]  # fmt: skip
+    before = dict(driver.index.counters)
+    for name, words in (("mine", "a lease named 'mine' is valid"), ("n" * 257, "1 to 256 bytes")):
+        with pytest.raises(StoreRejected, match=words):
+            lookup(name)
+    assert driver.index.counters == before and driver.index.stats().leases == 4
+    driver.index.release([LeaseId("index.mine")], driver.now)
+    assert lookup("mine") == "index.mine"
+
+
 def test_a_lookup_that_asks_for_no_lease_gets_none() -> None:
     driver = Driver()
     driver.publish("a")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import Any
 
 import pytest
@@ -262,17 +263,25 @@ class IndexMachine(RuleBasedStateMachine):
         prefix=PREFIXES,
         above=st.integers(0, 3),
         lease_s=st.sampled_from([0.0, 1.0, 15.0, 1000.0]),
+        name=st.sampled_from(["", "1", "mine"]),
     )
-    def lookup(self, domain: int, prefix: str, above: int, lease_s: float) -> None:
+    def lookup(self, domain: int, prefix: str, above: int, lease_s: float, name: str = "") -> None:
         """Look a prefix up and read, at once, everything that the lease covers. Who only looks is
-        told the same, and leaves no trace."""
+        told the same, and leaves no trace; nor does who takes another one's name for the lease."""
         self.index.expire(self.now)
         before = self.traces()
         seen = self.index.peek(self.domains[domain], chain(prefix), above * GRID, self.now)
         assert self.traces() == before and seen.lease is None
-        answer = self.index.lookup(
-            self.domains[domain], chain(prefix), above * GRID, lease_s, self.now
+        ask = partial(
+            self.index.lookup, self.domains[domain], chain(prefix), above * GRID, lease_s, self.now
         )
+        if lease_s and name and LeaseId(f"index.{name}") in self.index.leases.valid:
+            with pytest.raises(StoreRejected, match="choose unique names"):
+                ask(lease_name=name)
+            assert self.traces() == before
+            return
+        answer = ask(lease_name=name)
+        assert not (answer.lease and name) or answer.lease == f"index.{name}"
         assert (seen.matches, seen.extent) == (answer.matches, answer.extent)
         boundaries = [match.boundary for match in answer.matches]
         assert boundaries == sorted(set(boundaries), reverse=True)

@@ -1,0 +1,89 @@
+"""The two services where their surroundings are short of something."""
+
+from __future__ import annotations
+
+import resource
+import select
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from backhaul.transfer.daemon.ports import listen_on
+from backhaul.transfer.daemon.settings import Address
+
+FULL = Path("/dev/full")
+PROXY = ["proxy", "--prefill=http://127.0.0.1:9", "--decode=http://127.0.0.1:9"]
+STORE = ["store", "--capacity=1MiB", "--listen=127.0.0.1:0"]
+SOFT = 64
+
+
+def _few_files() -> None:
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (SOFT, most))
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        return int(one.getsockname()[1])
+
+
+@pytest.mark.parametrize(
+    ("words", "option", "path", "status"),
+    [(PROXY, "--listen", "/health", 503), (STORE, "--http", "/healthz", 200)],
+)
+def test_a_service_without_room_for_its_ready_line_and_with_few_files(
+    words: list[str], option: str, path: str, status: int
+) -> None:
+    """Its log lies on a full disk, and its shell allows 64 files."""
+    port = free_port()
+    with FULL.open("w") as full:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "backhaul.deploy.cli", *words, f"{option}=127.0.0.1:{port}"],
+            stdout=full, stderr=subprocess.PIPE, text=True, preexec_fn=_few_files,
+        )  # fmt: skip
+    try:
+        assert process.stderr is not None
+        assert "ready: " in (line := process.stderr.readline()), line
+        assert line.endswith("(standard output takes nothing: No space left on device)\n")
+        clients = [socket.create_connection(("127.0.0.1", port)) for _ in range(2 * SOFT)]
+        answer = httpx.get(f"http://127.0.0.1:{port}{path}", timeout=60)
+        assert answer.status_code == status
+        assert psutil.Process(process.pid).num_fds() > SOFT
+        for client in clients:
+            client.close()
+    finally:
+        process.terminate()
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert "Traceback" not in errors and "Exception ignored" not in errors
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["store", "--help"]])
+def test_output_on_a_full_disk_is_one_line_and_exit_code_1(words: list[str]) -> None:
+    with FULL.open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "backhaul.deploy.cli", *words],
+            stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False,
+        )  # fmt: skip
+    assert done.stderr == "backhaul: error: cannot write the output: No space left on device\n"
+    assert done.returncode == 1
+
+
+def test_connections_whose_other_end_is_gone_are_noticed() -> None:
+    """Nobody sends anything any more, so only the system can tell."""
+    with (
+        listen_on(Address("127.0.0.1", 0), "--listen") as listener,
+        socket.create_connection(listener.getsockname()),
+    ):
+        assert select.select([listener], [], [], 10)[0]
+        accepted, _ = listener.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+            names = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+            idle, pause, tries = (accepted.getsockopt(socket.IPPROTO_TCP, name) for name in names)
+            assert idle + pause * tries <= 120

@@ -1,0 +1,61 @@
+"""Lines that anybody who reaches a port can cause do not fill the log."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from backhaul.transfer.daemon.quiet import LOG_INTERVAL_S, QuietLog, QuietServers
+
+
+class Clock:
+    """A time that tests set."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_many_lines_are_one_and_a_count(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    log = QuietLog(logging.getLogger("test"), clock)
+    for second in range(25):
+        clock.now = float(second)
+        log.warning("refused %s", second)
+    assert caplog.messages == [
+        "refused 0",
+        "refused 10 (9 more before)",
+        "refused 20 (9 more before)",
+    ]
+    assert LOG_INTERVAL_S == 10
+
+
+def shown(quiet: QuietServers, name: str, text: str, *args: object) -> str | None:
+    """The line as it is written; None where it is not."""
+    record = logging.LogRecord(name, logging.ERROR, "", 0, text, args, None)
+    return record.getMessage() if quiet.filter(record) else None
+
+
+@pytest.mark.parametrize("name", ["asyncio", "uvicorn.error"])
+def test_a_server_says_each_kind_of_line_once_in_a_while(name: str) -> None:
+    clock = Clock()
+    quiet = QuietServers(clock)
+    # Addresses and descriptors in the further lines make no kind of their own.
+    lines = [f"socket.accept() out of system resource\nsocket: <fd={i}>" for i in range(2048)]
+    assert [line for line in lines if shown(quiet, name, line)] == lines[:1]
+    assert shown(quiet, name, "Invalid %s", "HTTP") == "Invalid HTTP"
+    assert shown(quiet, name, "Invalid %s", "HTTP") is None
+    clock.now = LOG_INTERVAL_S
+    assert shown(quiet, name, lines[5]) == f"{lines[5]} (2047 more before)"
+    assert shown(quiet, name, "Invalid %s", "HTTP") == "Invalid HTTP (1 more before)"
+    # Texts of any number keep a bounded memory.
+    told = [i for i in range(1000) if shown(quiet, name, f"text {i}")]
+    assert len(told) < 100 and told == list(range(len(told)))
+
+
+def test_our_own_lines_are_all_shown() -> None:
+    quiet = QuietServers(Clock())
+    for name in ("backhaul.proxy.exchange", "uvicorn", "asyncio.events"):
+        assert [shown(quiet, name, "again") for _ in range(3)] == ["again"] * 3
