@@ -1,7 +1,8 @@
-"""The two services where their surroundings are short of something."""
+"""Commands whose surroundings are short of something, or odd."""
 
 from __future__ import annotations
 
+import os
 import resource
 import select
 import socket
@@ -72,6 +73,43 @@ def test_output_on_a_full_disk_is_one_line_and_exit_code_1(words: list[str]) -> 
         )  # fmt: skip
     assert done.stderr == "backhaul: error: cannot write the output: No space left on device\n"
     assert done.returncode == 1
+
+
+def run(*words: str | bytes, **environment: str) -> tuple[int, str]:
+    """Exit code and standard error."""
+    done = subprocess.run(
+        [sys.executable, "-m", "backhaul.deploy.cli", *words],
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, timeout=120, check=False,
+        env=os.environ | environment,
+    )  # fmt: skip
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["simulate", "--workload", "full_replay", "--size", b"conversations=\xff"],
+        ["explain", "--no-lookup", "--request", b"\xff", "--request-log", "/dev/null"],
+        ["trace", "x" * 5000],
+        ["report", "x" * 5000],
+        ["lint-template", "x" * 5000],
+        ["up", "--proxy-arg", b"\xff\x1b[31m\n"],
+        ["simulate", "--workload", "x" * 100_000],
+    ],
+)
+def test_arguments_of_any_bytes_and_length_are_one_line(words: list[str | bytes]) -> None:
+    code, errors = run(*words)
+    assert code in (1, 2)
+    assert errors.startswith("backhaul: error: ") and errors.count("\n") == 1
+    assert errors.rstrip("\n").isprintable() and len(errors) < 1000
+
+
+def test_output_that_cannot_be_written_as_text_is_one_line(tmp_path: Path) -> None:
+    template = tmp_path / "é.jinja"
+    template.write_text("{{ messages }}")
+    code, errors = run("lint-template", str(template), PYTHONIOENCODING="ascii")
+    assert code == 2
+    assert errors == ("backhaul: error: the output cannot be written as ascii: set PYTHONUTF8=1\n")
 
 
 def test_connections_whose_other_end_is_gone_are_noticed() -> None:
