@@ -8,7 +8,14 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    REGISTRY,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    generate_latest,
+)
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 from vllm.config import KVTransferConfig
@@ -128,6 +135,18 @@ def test_everything_known_is_0_before_anything_happens() -> None:
     assert all(after[key] == 0 for key in other), "the other engine's numbers stay"
 
 
+def test_engines_one_after_another_in_one_process() -> None:
+    """vLLM clears the process's registry of its own metrics only; ours begin anew as well."""
+    types = {kind: kind for kind in (Counter, Gauge, Histogram)}
+    for _ in range(2):
+        one = BackhaulPromMetrics(Config(), types, LABELS, ENGINES)
+        one.observe({"counters": {series("requests", "decode_end"): 3}}, 1)
+        labels = {"model_name": "m", "engine": "1", "selected": "decode_end"}
+        assert REGISTRY.get_sample_value(f"{ENGINE_PREFIX}requests_total", labels) == 3
+    for metric in one._metrics.values():
+        REGISTRY.unregister(metric)
+
+
 def test_names_follow_the_convention() -> None:
     for name, metric in ENGINE.items():
         assert not name.endswith(("_total", "_ms", "_count", "_sum", "_bucket"))
@@ -147,6 +166,21 @@ def test_nothing_new_is_no_report() -> None:
     assert recorder.report({"pins": 1}) is None
     changed = recorder.report({"pins": 0})
     assert changed is not None and changed.data["gauges"] == {"pins": 0}
+
+
+def test_every_report_has_every_gauge() -> None:
+    """What an API server enters late is put right by the next report, whoever gets that one."""
+    recorder = StatsRecorder()
+    reports = [recorder.report({"pins": n, "open_jobs": 0}) for n in (3, 0)]
+    recorder.count("loads", "decode_end")
+    last = recorder.report({"pins": 0, "open_jobs": 0})
+    assert last is not None and all(reports)
+    registry = CollectorRegistry()
+    prom = metrics(registry)
+    for report in (*reversed(reports), last):
+        prom.observe(report.data, 1)  # type: ignore[union-attr]
+    labels = {"model_name": "m", "engine": "1"}
+    assert registry.get_sample_value(f"{ENGINE_PREFIX}pins", labels) == 0
 
 
 def two_reports() -> tuple[BackhaulStats, BackhaulStats]:
