@@ -45,6 +45,11 @@ _PATH_SAFE = "/:@!$&'()*+,;=~"
 """What a path may hold as it is (RFC 3986, ``pchar``); all else goes on percent-encoded."""
 
 
+_ADDRESSES = {"api": "/v1", "models": "/v1/models", "health": "/health", "metrics": "/metrics"}
+"""What ``/`` answers, for whoever opens the proxy's address itself."""
+_NO_SUCH_PATH = "there is no such path: the API is under /v1, the workers' state at /health"
+
+
 def make_app(settings: ProxySettings) -> Starlette:
     """The application; ``app.state.cluster`` is what its requests share."""
     timeout = httpx.Timeout(
@@ -73,13 +78,19 @@ def make_app(settings: ProxySettings) -> Starlette:
             Route("/v1/models/{name:path}", queries.anywhere),
             Route("/v1/responses/{response_id}", queries.stored),
             Route("/v1/responses/{response_id}/cancel", queries.stored, methods=["POST"]),
+            Route("/", queries.addresses),
             Route("/health", queries.health),
             Route("/metrics", queries.metrics),
         ],
+        exception_handlers={404: _no_such_path},
         lifespan=_lifespan(cluster),
     )
     app.state.cluster = cluster
     return app
+
+
+def _no_such_path(request: Request, error: Exception) -> Response:
+    return JSONResponse(error_body(None, 404, _NO_SUCH_PATH, "not_found"), 404)
 
 
 def _no_cookies() -> CookieJar:
@@ -194,7 +205,7 @@ class _Queries:
     ) -> Response:
         path = _path(request)
         if path is None:
-            return JSONResponse(error_body(None, 404, "there is no such path", "not_found"), 404)
+            return JSONResponse(error_body(None, 404, _NO_SUCH_PATH, "not_found"), 404)
         headers = forwarded_request_headers(request.headers.raw, "")
         headers = [(name, value) for name, value in headers if name != b"x-request-id"]
         body = await request.body()
@@ -227,6 +238,10 @@ class _Queries:
         response = Response(answer.body, answer.status)
         response.raw_headers += forwarded_response_headers(answer.headers)
         return response
+
+    async def addresses(self, request: Request) -> Response:
+        """Where everything else is."""
+        return JSONResponse({"backhaul proxy": _ADDRESSES})
 
     async def health(self, request: Request) -> Response:
         """200 while a decode worker is healthy: without prefill, requests are still answered."""

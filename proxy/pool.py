@@ -42,7 +42,7 @@ class Health:
 
     def refused(self) -> Health:
         """After a connection was refused: out until a check succeeds."""
-        return replace(self, healthy=False)
+        return replace(self, healthy=False, checked=True)
 
 
 class Worker:

@@ -26,6 +26,7 @@ def test_health_follows_the_last_checks(checks: list[bool]) -> None:
 def test_a_refused_connection_counts_in_full_until_a_check_succeeds() -> None:
     health = Health().refused()
     assert not health.healthy
+    assert health.known_healthy is False, "also where it was refused from the start"
     assert not health.observed(ok=False).healthy
     assert health.observed(ok=True) == Health(checked=True)
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
 import urllib.parse
 
 import httpx
 import pytest
 from proxy_kit import CHAT, events, eventually, running
+from starlette.testclient import TestClient
 
 from backhaul.proxy import app
 from backhaul.proxy.fake_engine import Behaviour
+from backhaul.proxy.settings import ProxySettings
 
 COOKIE = Behaviour(status=200, error_body={"data": []}, headers={"set-cookie": "sid=one; Path=/"})
 
@@ -118,3 +121,28 @@ def test_a_stored_stream_that_breaks_cannot_pass_for_complete(
         assert found[0]["type"] == "response.created"
         assert found[-1]["type"] == "error" and words in found[-1]["message"]
         assert "response.completed" not in [event["type"] for event in found]
+
+
+def test_a_worker_that_never_answered_is_told_to_be_down() -> None:
+    with socket.socket() as taken:  # bound and not listening: refused, and nobody else's
+        taken.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        settings = ProxySettings(prefill=(url,), decode=(url,), health_interval_s=0.05)
+        with TestClient(app.make_app(settings)) as http:
+            down = {"status": "no decode worker", "prefill": {url: False}, "decode": {url: False}}
+            eventually(lambda: http.get("/health").json() == down)
+
+
+def test_the_bare_address_and_a_wrong_path_say_where_things_are() -> None:
+    with running() as setup:
+        paths = setup.http.get("/").json()["backhaul proxy"]
+        assert {paths["models"], paths["health"], paths["metrics"]} == {
+            "/v1/models", "/health", "/metrics",
+        }  # fmt: skip
+        for path in (paths["models"], paths["health"], paths["metrics"]):
+            assert setup.http.get(path).status_code == 200
+        for path in ("/v2/models", "/v1", "/docs"):
+            answer = setup.http.get(path)
+            assert answer.status_code == 404
+            message = answer.json()["error"]["message"]
+            assert "/v1" in message and "/health" in message
