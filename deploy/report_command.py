@@ -35,13 +35,11 @@ def report(
 
     Exit code 0: written; 2: wrong usage, or there is nothing to read.
     """
-    from itertools import chain
-
-    from backhaul.benchmarks.reuse.record import RESULTS, read_results
+    from backhaul.benchmarks.reuse.record import RESULTS, read_files
     from backhaul.benchmarks.reuse.report import build_report, write_report
 
     files = [path / RESULTS if path.is_dir() else path for path in results]
-    built = build_report(chain.from_iterable(map(read_results, files)))
+    built = build_report(read_files(dict.fromkeys(files)))
     with writing("--output", output):
         written = write_report(built, output)
     for path in written:

@@ -124,7 +124,7 @@ def gather(results: Iterable[Result]) -> Book:
     for result in results:
         if isinstance(result, ArmResult):
             if result.arm in arms:
-                raise ConfigError(f"an arm is there twice: {_named(result.arm)}")
+                raise ConfigError(f"an arm is there twice: {result.arm.title}")
             lines = requests.pop(result.arm, [])
             arms[result.arm] = result, lines[max(len(lines) - result.requests, 0) :]
         else:
@@ -137,10 +137,6 @@ def gather(results: Iterable[Result]) -> Book:
         cell.requests += lines
         cell.arms.append(done)
     return book
-
-
-def _named(arm: Arm) -> str:
-    return f"{arm.workload}, {arm.policy}, {arm.budget}, {arm.prompt_end}, repeat {arm.repeat}"
 
 
 def baseline(cells: Mapping[str, Cell]) -> Cell | None:

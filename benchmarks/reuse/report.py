@@ -95,10 +95,7 @@ def _arm_cells(arm: Arm) -> tuple[str, ...]:
 
 def budget_text(arm: Arm) -> str:
     """The budget and, where there is one, its size and the order of eviction."""
-    if not arm.budget_bytes:
-        return str(arm.budget)
-    per = " per 1,000 tokens" if arm.budget == "admitted" else ""
-    return f"{arm.budget} {format_bytes(arm.budget_bytes)}{per}, {arm.eviction}"
+    return f"{arm.limit}, {arm.eviction}" if arm.budget_bytes else arm.limit
 
 
 def _runs(every: Sequence[Context]) -> Table:
