@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import httpx
 import psutil
 import pytest
 
+from backhaul.deploy import up_command
 from backhaul.deploy.arguments import option_pair
 from backhaul.deploy.engines import Engine, EngineSpec
 from backhaul.deploy.processes import free_port
@@ -88,7 +90,7 @@ def test_engines_on_cores_are_started_as_before(tmp_path: Path) -> None:
     [
         ({"prefill": 0}, "0 prefill engines"),
         ({"decode": 65}, "65 decode engines"),
-        ({"cores": ("0",)}, "once per engine"),
+        ({"cores": ("0",)}, "--cores is given once for 2 engines: give it once per engine"),
         ({"gpus": ("0", "1", "2")}, "3 times for 2 engines"),
         ({"cores": ("0", "1"), "gpus": ("0", "1")}, "exclude each other"),
         ({"first_engine_port": 65_535}, "65535 ... 65536 are not all ports"),
@@ -203,8 +205,16 @@ def test_it_stops_everything(tmp_path: Path, ups: list[Up], reason: str) -> None
     ups.append(up := Up(tmp_path, "--model", model(tmp_path, "m"), "--no-backhaul", *own))
     up.wait_ready()
     if reason == "sigterm":
+        base = f"http://127.0.0.1:{up.port}/v1"
+        assert f"export OPENAI_BASE_URL={base} OPENAI_API_KEY=none; model m" in up.text()
+        (line,) = re.findall("^curl .*", up.text(), re.MULTILINE)
+        assert "max_tokens" in line and "tiny model" not in up.text()
+        words = shlex.split(line)
+        answer = httpx.post(words[1], content=words[-1], headers=[words[3].split(": ")])
+        assert answer.json()["choices"]
         up.process.terminate()
         assert up.wait_end() == 143
+        assert "backhaul: stopping ..." in up.text()
         assert (tmp_path / "mine" / "proxy.log").is_file() and not list(up.tmp.iterdir())
         return
     next(p for p in up.seen.values() if "backhaul.proxy.fake_engine" in p.cmdline()).kill()
@@ -295,3 +305,9 @@ def test_an_option_is_json_or_text() -> None:
     for wrong in ("policy", "=auto", ""):
         with pytest.raises(ConfigError, match="NAME=VALUE"):
             option_pair("--connector-option", wrong)
+
+
+def test_of_the_tiny_model_it_is_said_that_it_does_not_stop() -> None:
+    said = up_command.first_steps("http://h:1/v1", "tiny-hybrid", tiny=True)
+    assert "never ends a reply by itself: give max_tokens" in said[-1]
+    assert len(said) == len(up_command.first_steps("http://h:1/v1", "m", tiny=False)) + 1
