@@ -19,6 +19,7 @@ from typing import Any
 
 import grpc
 import httpx
+import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
@@ -155,6 +156,12 @@ def test_the_ready_line_stands_alone_and_says_where_and_what(daemon: Daemon) -> 
         r"nixl UCX, instance [0-9a-f]{16}\n",
         daemon.ready_line,
     )
+
+
+def test_it_may_open_as_many_files_as_there_may_be(daemon: Daemon) -> None:
+    """Every connection is one."""
+    soft, hard = psutil.Process(daemon.process.pid).rlimit(psutil.RLIMIT_NOFILE)
+    assert soft == hard
 
 
 def test_health_is_serving(channel: grpc.Channel) -> None:
