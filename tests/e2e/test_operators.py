@@ -23,6 +23,7 @@ from backhaul.protocols.metrics import API_SERVER, STORE_PREFIX
 
 READ = {
     "",
+    "transports",
     "prefix caching",
     "mamba-cache-mode",
     "prompt lengths",
@@ -35,7 +36,7 @@ COMMAND = [sys.executable, "-m", "backhaul.deploy.cli"]
 
 
 def test_doctor_sees_one_domain_and_both_engines(pair: Session) -> None:
-    pair.turn(pair.tokens(100), 40)
+    pair.turn(pair.tokens(100), 40, u_end=64)  # so that both engines publish
     pair.settle()
     urls = [engine.url for engine in pair.pair.engines.values()]
     engines = [f"--engine={url}" for url in urls]
@@ -65,6 +66,7 @@ def test_doctor_sees_one_domain_and_both_engines(pair: Session) -> None:
             if check.startswith(f"engine {url}")
         }
         assert of_engine.keys() == READ, of_engine
+        assert of_engine["transports"].startswith("its connection to the pool has lanes over ")
         assert of_engine["prefix caching"] == "on"
         assert of_engine["mamba-cache-mode"] == "align"
         assert "prompts end before" in of_engine["prompt lengths"], "a turn has been served"

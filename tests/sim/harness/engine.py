@@ -169,6 +169,8 @@ class SimEngine:
         """The connector's counters as vLLM's statistics carry them, ``name|label``."""
         self.observed: Counter[str] = Counter()
         """How often each of its histograms was observed, by the same names."""
+        self.shown: dict[str, int] = {}
+        """The gauges that statistics have carried so far, as /metrics shows them."""
         self.steps = 0
         self._start(ranks, wrap, store is not None)
 
@@ -341,6 +343,7 @@ class SimEngine:
         for name, value in stats.get("counters", {}).items():
             assert value >= 0, f"{name} falls by {-value}"
             self.counters[name] += value
+        self.shown.update(stats.get("gauges", {}))
         for name, values in stats.get("observations", {}).items():
             assert all(value >= 0 for value in values), name
             self.observed[name] += len(values)

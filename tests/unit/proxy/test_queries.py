@@ -105,14 +105,14 @@ def test_a_stored_response_is_streamed_as_it_comes(monkeypatch: pytest.MonkeyPat
     ("behaviour", "words"),
     [
         (Behaviour(die_after=2), "the decode worker failed"),
-        (Behaviour(stall_after=2), "silent for 0.3 s"),
-        (Behaviour(token_delay_s=0.2), "longer than 0.7 s"),
+        (Behaviour(stall_after=2), "silent for 1 s"),
+        (Behaviour(token_delay_s=0.6), "longer than 2 s"),
     ],
 )
 def test_a_stored_stream_that_breaks_cannot_pass_for_complete(
     behaviour: Behaviour, words: str
 ) -> None:
-    with running(stall_timeout_s=0.3, request_timeout_s=0.7) as setup:
+    with running(stall_timeout_s=1.0, request_timeout_s=2.0) as setup:
         setup.decode[0].behave = lambda seen: behaviour
         found = [json.loads(event) for event in events(setup.http.get(STORED))]
         assert found[0]["type"] == "response.created"
