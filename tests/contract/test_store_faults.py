@@ -25,6 +25,7 @@ from store_contract import (
     running_daemon,
 )
 
+from backhaul.deploy.processes import free_port
 from backhaul.protocols.checkpoint import LeaseId, Reason
 from backhaul.protocols.errors import StoreRejected, StoreUnavailable
 from backhaul.transfer.backends import embedded, rpc
@@ -51,8 +52,8 @@ time.sleep(120)
 
 @pytest.fixture
 def daemon() -> Iterator[Daemon]:
-    """A daemon that the test may hurt."""
-    with running_daemon() as one:
+    """A daemon that the test may hurt, on a port that nobody is given while it is down."""
+    with running_daemon(free_port()) as one:
         yield one
 
 
@@ -165,8 +166,7 @@ def test_a_worker_that_only_reads_loses_nothing_to_a_restart(
 
 
 def test_nothing_needs_the_store_at_start() -> None:
-    with running_daemon() as first:
-        port = first.port
+    port = free_port()
     store = open_store(f"backhaul://127.0.0.1:{port}")
     domain = make_domain()
     with pytest.raises(StoreUnavailable):
