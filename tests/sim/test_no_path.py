@@ -57,7 +57,7 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
 
 
 def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)

@@ -180,7 +180,7 @@ def in_front_of(*urls: str, **options: Any) -> Iterator[httpx.Client]:
     settings = ProxySettings(prefill=urls, decode=urls, **options)
     with (
         AppServer(make_app(settings), lifespan=True) as server,
-        httpx.Client(base_url=server.url, timeout=20.0) as http,
+        httpx.Client(base_url=server.url, timeout=60.0) as http,
     ):
         yield http
 

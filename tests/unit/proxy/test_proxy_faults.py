@@ -254,7 +254,7 @@ def test_a_decode_worker_that_accepts_and_says_nothing_is_left(
 
 def test_the_only_decode_worker_is_asked_again_without_the_hand_over() -> None:
     """It may be the transfer that hangs; after that, waiting is all there is."""
-    with patient(retries=0, first_token_timeout_s=60) as setup:
+    with patient(retries=0, first_token_timeout_s=60, stall_timeout_s=10_000) as setup:
         hang, slow = (setup.silent(one, 61) for one in (HANG, SLOW))
         setup.decode[0].behave = lambda seen: (
             hang(seen) if seen.transfer.get("do_remote_prefill") else slow(seen)
