@@ -380,8 +380,9 @@ def test_a_lookup_that_outlives_its_caller_leaves_no_lease(stoppable: Daemon, en
             domain_id=domain, boundary=2 * GRID, block_hash=chain("go")[-1], ttl_s=0.6
         )
         request = store_pb2.LookupRequest(
-            domain_id=domain, boundary_hashes=chain("go"), lease_s=600.0, wait_s=5.0
+            domain_id=domain, boundary_hashes=chain("go"), lease_s=600.0, wait_s=5.0, lease_name=end
         )
+        named = f"{catalog.Stats(store_pb2.StatsRequest()).instance_id}.{end}"
         while True:
             begun = time.monotonic()
             catalog.Announce(announcement)
@@ -393,8 +394,8 @@ def test_a_lookup_that_outlives_its_caller_leaves_no_lease(stoppable: Daemon, en
             # A busy machine: the wait is over already, and an answer may be on its way.
             stoppable.process.send_signal(signal.SIGCONT)
             with contextlib.suppress(grpc.RpcError):
-                lease = pending.result(timeout=60).lease_id
-                catalog.ReleaseLease(store_pb2.ReleaseLeaseRequest(lease_ids=[lease]))
+                pending.result(timeout=60)
+            catalog.ReleaseLease(store_pb2.ReleaseLeaseRequest(lease_ids=[named]))
         time.sleep(0.2)
         if end == "cancel":
             pending.cancel()
