@@ -295,7 +295,7 @@ def _ask(client: httpx.Client, arm: Arm, body: Mapping[str, Any]) -> tuple[Reply
     started = time.monotonic()
     try:
         with client.stream("POST", url, json=body) as response:
-            if response.is_error:
+            if not response.is_success:
                 response.read()
             _check(response)
             for data in _events(response, url):
@@ -399,6 +399,8 @@ def _check(response: httpx.Response) -> None:
         message = error["message"] if isinstance(error, dict) else error
     except (ValueError, LookupError, TypeError):
         message = response.text
+    if to := response.headers.get("location"):  # not followed: what is measured is this address
+        message = f"it names {to}"
     raise AbError(f"{url} answered {response.status_code}: {_short(message)}")
 
 

@@ -26,7 +26,7 @@ from backhaul.protocols.layout import CacheLayout, GroupKind, GroupLayout
 from backhaul.protocols.sharding import Page
 from backhaul.protocols.work import ModelWork, model_work
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.backhaul")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,11 +247,18 @@ def _page(group: Any, layers: Sequence[Any], vllm_config: Any, kv_layout: str) -
 def _other_heads(vllm_config: Any) -> frozenset[int]:
     """Numbers of KV heads that a layer may have, of the target model or of one that drafts."""
     target, speculative = vllm_config.model_config, vllm_config.speculative_config
-    found = head_counts(target.hf_text_config)
+    found = head_counts(target.hf_text_config) | _layer_heads(target)
     draft = speculative.draft_model_config if speculative else None
     if draft is not None and draft is not target:
-        found |= head_counts(draft.hf_text_config) | {int(draft.get_total_num_kv_heads())}
+        found |= head_counts(draft.hf_text_config) | _layer_heads(draft)
+        found.add(int(draft.get_total_num_kv_heads()))
     return frozenset(found)
+
+
+def _layer_heads(model: Any) -> set[int]:
+    """Numbers of KV heads of layers that vLLM knows to have others than the model as a whole."""
+    layers = model.model_arch_config.per_layer_overrides or ()
+    return {int(one["total_num_kv_heads"]) for one in layers if "total_num_kv_heads" in one}
 
 
 _INTERIOR = (

@@ -41,7 +41,7 @@ def bind_junction_bound(manager: Any) -> None:
     coordinator = manager.coordinator
     groups = getattr(coordinator, "attention_groups", ())  # a single group has no list of them
     full = [group for group in groups if isinstance(group.spec, FullAttentionSpec)]
-    if len(full) < 2 or len(full) == len(groups):
+    if len(full) < 2:
         return
     attention = copy.copy(coordinator)
     attention.attention_groups = full

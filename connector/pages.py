@@ -28,6 +28,10 @@ def head_counts(config: Any) -> set[int]:
     """Every number of KV heads that a model's configuration names, whatever layers they are of."""
     found = [v for name, v in vars(config).items() if name.endswith(_HEADS) and v is not None]
     each = [one for value in found for one in (value if isinstance(value, list) else [value])]
+    # Nemotron-NAS names, for each layer, how many heads share one.
+    blocks = [getattr(one, "attention", None) for one in getattr(config, "block_configs", ())]
+    shared = {heads for one in blocks if (heads := getattr(one, "n_heads_in_group", None))}
+    each += [config.num_attention_heads // heads for heads in shared]
     return {one for one in each if isinstance(one, int)}
 
 

@@ -26,7 +26,14 @@ from backhaul.render.tokens import u_end_tokens
 _SUFFIX_CHARS_CACHED_MAX = 1024
 """A generation-only suffix is a header of some ten tokens; longer ones are not worth keeping."""
 
-_active = threading.local()
+
+class _Active(threading.local):
+    """What this thread renders for at the moment."""
+
+    recorder: Recorder | None = None
+
+
+_active = _Active()
 
 
 class Recorder:
@@ -39,6 +46,8 @@ class Recorder:
         template: names the template that was rendered; "" where none was.
         reasoning_use: what that template does with the reasoning of earlier replies.
     """
+
+    __slots__ = ("_reasoning", "_rendering", "reason", "reasoning_use", "suffix", "template")
 
     def __init__(self, *, reasoning: bool = False) -> None:
         self.reason: Reason | None = Reason.OPAQUE_PROMPT
@@ -86,7 +95,7 @@ class Recorder:
         if rendering is None or rendering.u_end is None:
             return
         suffix = rendering.text[rendering.u_end :]
-        if isinstance(result, str) and result != rendering.text:
+        if result is not rendering.text and isinstance(result, str) and result != rendering.text:
             # With continue_final_message the end of the last message was cut off.
             cut = not suffix and rendering.text.startswith(result)
             if not cut and not (suffix and result.endswith(suffix)):
@@ -121,7 +130,7 @@ class RecordedTemplate:
 
     def render(self, *args: Any, **variables: Any) -> str:
         """As ``jinja2.Template.render``."""
-        recorder: Recorder | None = getattr(_active, "recorder", None)
+        recorder = _active.recorder
         if recorder is None or args:
             return self.plain.render(*args, **variables)
         return recorder.render(self, variables)

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Awaitable, Callable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from prometheus_client import Counter
 
@@ -285,16 +285,7 @@ def _preprocessed(preprocess: Callable[..., Any]) -> Callable[..., Any]:
             result = await preprocess(self, request, *args, **kwargs)
         finally:
             _recorder.reset(token)
-        _fill(
-            request,
-            lambda: _found(self.renderer, recorder, _engine_input(result), _said(args, kwargs)),
-            lambda u_end: (
-                _facts(request, _token_ids(_engine_input(result)), u_end, recorder, self)
-                if wanted.decides
-                else turn_fact(request)
-            ),
-            lambda: _token_ids(_engine_input(result)),
-        )
+        _fill(_Chat(self, request, wanted.decides, result, recorder, args, kwargs))
         return result
 
     return preprocessed
@@ -326,13 +317,7 @@ def _harmony(render: Callable[..., Any], engine_input: Callable[[Any], Any]) -> 
         result = render(self, request, *args, **kwargs)
         wanted = _wanted(self, request, _outbound.get())
         if wanted is not None and not hasattr(result, "error"):
-            opaque = UEnd(None, Reason.OPAQUE_PROMPT)
-            _fill(
-                request,
-                lambda: opaque if given else harmony_u_end(_token_ids(engine_input(result))),
-                lambda u_end: message_facts(request) if wanted.decides else turn_fact(request),
-                lambda: _token_ids(engine_input(result)),
-            )
+            _fill(_Harmony(request, wanted.decides, engine_input, result, given))
         return result
 
     return rendered
@@ -413,62 +398,125 @@ def _token_ids(engine_input: Any) -> Sequence[int]:
     return () if ids is None else ids
 
 
-def _said(args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[Any]:
-    """The messages that ``preprocess_chat`` was given, a Responses request's instructions among
-    them."""
-    messages: Sequence[Any] = kwargs["messages"] if "messages" in kwargs else args[0]
-    return messages
+class _Rendered(Protocol):
+    """A request whose messages vLLM has rendered."""
+
+    request: Any
+
+    def u_end(self) -> UEnd:
+        """Find U_end; the client gave none."""
+
+    def facts(self, u_end: int | None) -> dict[str, Any]:
+        """What is known of the request with that U_end besides."""
+
+    def ids(self) -> Sequence[int]:
+        """The prompt."""
 
 
-def _found(renderer: Any, recorder: Recorder, engine_input: Any, messages: Sequence[Any]) -> UEnd:
-    prompt = _token_ids(engine_input)
-    if not prompt:
-        return UEnd(None, Reason.OPAQUE_PROMPT)
-    if uses_templates(type(renderer)):  # type: ignore[arg-type]
-        return recorder.u_end(prompt)
-    has_system = any(role_of(message) in ("system", "developer") for message in messages)
-    return encoded_u_end(renderer, prompt, engine_input.get("prompt"), has_system=has_system)
+class _Chat:
+    """Of ``preprocess_chat``, which was called with ``args`` and ``kwargs``."""
+
+    __slots__ = ("_args", "_decides", "_kwargs", "_online", "_recorder", "_result", "request")
+
+    def __init__(
+        self,
+        online: Any,
+        request: Any,
+        decides: bool,
+        result: Any,
+        recorder: Recorder,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+    ) -> None:
+        self.request = request
+        self._online, self._decides, self._result = online, decides, result
+        self._recorder, self._args, self._kwargs = recorder, args, kwargs
+
+    def u_end(self) -> UEnd:
+        prompt = self.ids()
+        if not prompt:
+            return UEnd(None, Reason.OPAQUE_PROMPT)
+        renderer = self._online.renderer
+        if uses_templates(type(renderer)):  # type: ignore[arg-type]
+            return self._recorder.u_end(prompt)
+        # A Responses request's instructions are among them.
+        messages = self._kwargs["messages"] if "messages" in self._kwargs else self._args[0]
+        has_system = any(role_of(message) in ("system", "developer") for message in messages)
+        text = _engine_input(self._result).get("prompt")
+        return encoded_u_end(renderer, prompt, text, has_system=has_system)
+
+    def facts(self, u_end: int | None) -> dict[str, Any]:
+        if not self._decides:
+            return turn_fact(self.request)
+        return _facts(self.request, self.ids(), u_end, self._recorder, self._online)
+
+    def ids(self) -> Sequence[int]:
+        return _token_ids(_engine_input(self._result))
 
 
-def _fill(
-    request: Any,
-    find: Callable[[], UEnd],
-    facts: Callable[[int | None], dict[str, Any]],
-    prompt: Callable[[], Sequence[int]],
-) -> None:
-    """Put the offset, and ``facts`` of a request with that offset, into the request's own copy of
-    its parameters; count what became of the offset. What the client says stays."""
+class _Harmony:
+    """Of the Harmony library. ``given``: its token ids came with the request."""
+
+    def __init__(
+        self,
+        request: Any,
+        decides: bool,
+        engine_input: Callable[[Any], Any],
+        result: Any,
+        given: bool,
+    ) -> None:
+        self.request = request
+        self._decides, self._given = decides, given
+        self._engine_input, self._result = engine_input, result
+
+    def u_end(self) -> UEnd:
+        return UEnd(None, Reason.OPAQUE_PROMPT) if self._given else harmony_u_end(self.ids())
+
+    def facts(self, u_end: int | None) -> dict[str, Any]:
+        return message_facts(self.request) if self._decides else turn_fact(self.request)
+
+    def ids(self) -> Sequence[int]:
+        return _token_ids(self._engine_input(self._result))
+
+
+def _fill(rendered: _Rendered) -> None:
+    """Put the offset, and what else is known, into the request's own copy of its parameters; count
+    what became of the offset. What the client says stays."""
     try:
-        outcome = _filled(request, find, facts, prompt)
+        outcome = _filled(rendered)
     except Exception as error:
         outcome = Reason.ERROR
         logger.debug("U_end of a prompt is unknown", exc_info=error)
     _counted(outcome).inc()
 
 
-def _filled(
-    request: Any,
-    find: Callable[[], UEnd],
-    facts: Callable[[int | None], dict[str, Any]],
-    prompt: Callable[[], Sequence[int]],
-) -> str:
-    params = {} if request.kv_transfer_params is None else request.kv_transfer_params
-    hints = params.get("backhaul") if isinstance(params, dict) else params
-    hints = {} if hints is None else hints
-    if not isinstance(params, dict) or not isinstance(hints, dict):
+def _filled(rendered: _Rendered) -> str:
+    request = rendered.request
+    params = request.kv_transfer_params
+    hints = None if params is None else params
+    if isinstance(params, dict):
+        hints = params.get("backhaul")
+    if hints is not None and not isinstance(hints, dict):
         return Reason.MALFORMED_PARAMS
-    supplied = "u_end" in hints
-    found = UEnd(None) if supplied else find()
-    own = {} if found.tokens is None else {"u_end": found.tokens}
+    supplied = hints is not None and "u_end" in hints
+    found = _NOT_ASKED if supplied else rendered.u_end()
     try:
-        own = {**facts(found.tokens), **own}
+        own = rendered.facts(found.tokens)
     except Exception as error:
+        own = {}
         logger.debug("Nothing else is known of a request", exc_info=error)
+    if found.tokens is not None:
+        own["u_end"] = found.tokens
+    if hints:
+        own |= hints | _asked(hints, rendered.ids)
     # Not in place: the requests of a batch share one object.
-    request.kv_transfer_params = {**params, "backhaul": {**own, **hints, **_asked(hints, prompt)}}
+    request.kv_transfer_params = {**params, "backhaul": own} if params else {"backhaul": own}
     if supplied:
         return SUPPLIED
     return FILLED if found.tokens is not None else found.reason or Reason.ERROR
+
+
+_NOT_ASKED = UEnd(None)
 
 
 def _asked(hints: dict[str, Any], prompt: Callable[[], Sequence[int]]) -> dict[str, Any]:

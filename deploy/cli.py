@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 import sys
 from typing import Annotated
 
@@ -67,7 +68,7 @@ def _options(
 
 def main() -> None:
     """Entry point: what the user got wrong is one line and exit code 2, a store that could not do
-    what was asked, or a full disk, one line and exit code 1."""
+    what was asked, or a file that cannot be used, one line and exit code 1."""
     try:
         code = app(standalone_mode=False)
     except UsageError as error:
@@ -83,11 +84,23 @@ def main() -> None:
         _complain(str(error))
         sys.exit(1)
     except OSError as error:
-        if error.errno not in _NO_SPACE:
+        if error.errno in _NO_SPACE:
+            silence_stdout()
+            _complain(f"cannot write {error.filename or 'the output'}: {error.strerror}")
+        elif error.filename is not None:  # not a connection's
+            _complain(f"{error.filename}: {error.strerror}")
+        else:
             raise
-        silence_stdout()
-        _complain(f"cannot write {error.filename or 'the output'}: {error.strerror}")
         sys.exit(1)
+    except UnicodeEncodeError as error:
+        if error.encoding == "utf-8":  # an argument that is not, which Python marks byte by byte
+            _complain(f"{error.object!r} is no UTF-8 text")
+        else:
+            silence_stdout()
+            _complain(
+                f"the output cannot be written as {error.encoding}: set PYTHONIOENCODING=utf-8"
+            )
+        sys.exit(2)
     except typer.Abort:
         sys.exit(130)
     sys.exit(code if isinstance(code, int) else 0)
@@ -97,8 +110,14 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """A disk that takes no more is not the command's fault, wherever it shows."""
 
 
+_LONG_WORD = re.compile(r"\S{201,}")
+
+
 def _complain(message: str) -> None:
-    line = " ".join(message.splitlines())  # a value from outside may hold line ends
+    """One line, whatever the values in it that come from outside."""
+    line = " ".join(message.splitlines())
+    line = "".join(one if one.isprintable() else ascii(one)[1:-1] for one in line)
+    line = _LONG_WORD.sub(lambda word: f"{word[0][:200]}...", line)
     print(f"backhaul: error: {line}", file=sys.stderr)
 
 

@@ -153,7 +153,7 @@ class EngineClient:
         finish, first = None, 0.0
         started = time.monotonic()
         with self._http.stream("POST", "/v1/completions", json=body) as response:
-            if response.is_error:
+            if not response.is_success:
                 response.read()
             _raise_for_status(response)
             for line in response.iter_lines():
@@ -306,7 +306,7 @@ def scrape(url: str, prefix: str) -> dict[str, float]:
 
 
 def _raise_for_status(response: httpx.Response) -> None:
-    if response.is_error:
+    if not response.is_success:
         raise httpx.HTTPStatusError(
             f"{response.request.url} answered {response.status_code}: {response.text[:500]}",
             request=response.request,

@@ -12,6 +12,8 @@ from backhaul.protocols.errors import ConfigError
 from backhaul.protocols.policy import Policy as Policy
 
 _Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
+_BYTES_MAX = 1 << 40
+"""More is a slip of the keyboard, which the allocator would find in a worse place."""
 _Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
@@ -83,7 +85,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     worker_kind: WorkerKind | None = None
     publish_prompt_end: bool | None = None
     stream_ahead: bool = True
-    stream_min_bytes: Annotated[int, msgspec.Meta(ge=1)] = 1 << 20
+    stream_min_bytes: Annotated[int, msgspec.Meta(ge=1, le=_BYTES_MAX)] = 1 << 20
     max_pinned_fraction: _Fraction = 0.5
     min_load_tokens: Annotated[int, msgspec.Meta(ge=1)] = 1
     lookup_timeout_s: _Seconds = 0.25
@@ -93,7 +95,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     lease_s: _Seconds = 30.0
     verify_loads: bool = True
     transfer_threads: Annotated[int, msgspec.Meta(ge=1, le=64)] = 2
-    convert_buffer_bytes: Annotated[int, msgspec.Meta(ge=0)] = 64 << 20
+    convert_buffer_bytes: Annotated[int, msgspec.Meta(ge=0, le=_BYTES_MAX)] = 64 << 20
     request_log: str = ""
     request_log_tokens: bool = False
 
@@ -105,7 +107,7 @@ def parse_options(raw: Mapping[str, Any]) -> Options:
     for name in raw:
         if name not in known:
             raise ConfigError(
-                f"unknown option {name!r} in kv_connector_extra_config; valid options: "
+                f"unknown option {_shown(name)} in kv_connector_extra_config; valid options: "
                 + ", ".join(sorted(known))
             )
     if not raw.get("store"):
@@ -113,12 +115,19 @@ def parse_options(raw: Mapping[str, Any]) -> Options:
             "option 'store' is missing in kv_connector_extra_config; "
             'give the store\'s address, e.g. "store": "backhaul://127.0.0.1:7400"'
         )
+    for name, value in raw.items():
+        for text in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(text, str) and not _is_text(text):
+                raise ConfigError(
+                    f"option {name!r}: {_shown(text)} holds a part of a character, as no "
+                    "name does: write it in UTF-8"
+                )
     try:
         return msgspec.convert(dict(raw), Options)
     except msgspec.ValidationError as error:
         message = str(error)
         name = message.rpartition("$.")[2].rstrip("`").split("[")[0] if "$." in message else ""
-        value = f" (got {raw.get(name)!r})" if name in raw else ""
+        value = f" (got {_shown(raw[name])})" if name in raw else ""
         valid = {
             "policy": ", ".join(Policy),
             "no_path": ", ".join(NoPath),
@@ -127,5 +136,24 @@ def parse_options(raw: Mapping[str, Any]) -> Options:
         }.get(name)
         hint = f"; valid: {valid}" if valid else ""
         raise ConfigError(
-            f"option {name!r}: {message.partition(' - at')[0]}{value}{hint}"
+            f"option {name!r}: {_shortened(message.partition(' - at')[0])}{value}{hint}"
         ) from None
+
+
+def _is_text(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+_SHOWN_MAX = 120
+
+
+def _shown(value: object) -> str:
+    return _shortened(repr(value))
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _SHOWN_MAX else f"{text[:_SHOWN_MAX]}..."

@@ -49,6 +49,8 @@ class MarkedTemplate:
         tree = environment.parse(source)
         self.guards: Guards = analyse(tree)
         self.reason: Reason | None = None
+        self._moving = bool(self.guards.moving.branches or self.guards.moving.inline)
+        self._inline = bool(self.guards.inline)
         self._template: jinja2.Template | None = None
         if self.guards.refusals:
             self.reason = Reason.REFUSED
@@ -60,9 +62,9 @@ class MarkedTemplate:
             _insert(self.guards)
             tree.set_environment(environment)
             code = environment.compile(tree)
-            self._template = jinja2.Template.from_code(
-                environment, code, environment.make_globals(None)
-            )
+            # Themselves, and not ChainMaps over them as of plain templates: those are copied into
+            # each render entry by entry.
+            self._template = jinja2.Template.from_code(environment, code, environment.globals)
             self._new_context = self._template.new_context
             self._render = self._template.root_render_func
 
@@ -74,14 +76,14 @@ class MarkedTemplate:
         if self._template is None:
             return None
         mark = moved = _Mark()
-        values = {**variables, _MARK: mark}
-        if self.guards.moving.branches or self.guards.moving.inline:
-            values[_MOVED] = moved = _Mark()
-            values[_MOVED_INLINE] = moved.before
-        if self.guards.inline:
-            values[_INLINE] = mark.before
+        variables[_MARK] = mark  # this call's own dictionary
+        if self._moving:
+            variables[_MOVED] = moved = _Mark()
+            variables[_MOVED_INLINE] = moved.before
+        if self._inline:
+            variables[_INLINE] = mark.before
         # As jinja2.Template.render, which joins the same pieces.
-        pieces: list[str] = list(self._render(self._new_context(values)))
+        pieces: list[str] = list(self._render(self._new_context(variables)))
         text = "".join(pieces)
         if moved is not mark and moved.written:
             return Rendering(text, None, Reason.MOVING_CONTROL_TEXT)

@@ -61,7 +61,10 @@ def _inprocess(uri: str, parts: SplitResult) -> Store:
     with _pools_lock:
         pool = _pools.get(parts.netloc)
         if pool is None:
-            pool = _pools[parts.netloc] = InProcessPool(capacity)
+            try:
+                pool = _pools[parts.netloc] = InProcessPool(capacity)
+            except (ValueError, MemoryError) as error:
+                raise _malformed(uri, str(error)) from None
     if len(pool.memory) != capacity:
         raise _malformed(uri, f"{parts.netloc} is open with {len(pool.memory)} bytes")
     return InProcessStore(pool)

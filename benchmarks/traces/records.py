@@ -4,9 +4,10 @@ field and its value."""
 from __future__ import annotations
 
 import re
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import msgspec
 
@@ -31,12 +32,38 @@ class Record(NamedTuple):
     data: bytes
 
 
+_OTHER_FORMS = {
+    b"\x1f\x8b": "compressed with gzip: decompress it first",
+    b"\x28\xb5\x2f\xfd": "compressed with zstd: decompress it first",
+    b"\xfd7zXZ": "compressed with xz: decompress it first",
+    b"BZh": "compressed with bzip2: decompress it first",
+    b"PK\x03\x04": "a zip archive: unpack it first",
+    b"PAR1": "a Parquet file: write it as JSON lines",
+    b"\xff\xfe": "UTF-16 text: write it as UTF-8",
+    b"\xfe\xff": "UTF-16 text: write it as UTF-8",
+}
+"""How files begin that are kept beside traces, and what to do with them."""
+
+
+def _opened(path: Path) -> BinaryIO:
+    """The file behind the mark with which some editors begin UTF-8. Raises ``TraceError`` for what
+    holds no plain text, ``OSError``."""
+    file = path.open("rb")
+    start = file.read(6)
+    for form, words in _OTHER_FORMS.items():
+        if start.startswith(form):
+            file.close()
+            raise TraceError(f"{path}: the file is {words}")
+    file.seek(len(BOM_UTF8) if start.startswith(BOM_UTF8) else 0)
+    return file
+
+
 def read_lines(path: Path, skips: Skips) -> Iterator[Record]:
     """The lines that are not blank. A line above ``LINE_BYTES_MAX`` is a fault and is passed over
     without being held. Raises ``TraceError`` where the file cannot be read."""
     number = 0
     try:
-        with path.open("rb") as file:
+        with _opened(path) as file:
             while data := file.readline(LINE_BYTES_MAX + 1):
                 number += 1
                 if len(data) > LINE_BYTES_MAX and not data.endswith(b"\n"):
@@ -53,7 +80,7 @@ def read_lines(path: Path, skips: Skips) -> Iterator[Record]:
 def read_document(path: Path) -> bytes:
     """The whole file. Raises ``TraceError`` where it cannot be read or is too large."""
     try:
-        with path.open("rb") as file:
+        with _opened(path) as file:
             data = file.read(DOCUMENT_BYTES_MAX + 1)
     except OSError as error:
         raise TraceError(f"{path}: {error.strerror or error}") from None

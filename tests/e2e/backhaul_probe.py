@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from functools import partial
 from typing import Any
 
 import xxhash
+
+from backhaul.protocols.sharding import Rows, page_bytes
 
 
 class Probe:
@@ -107,6 +110,17 @@ class Probe:
         worker._load = tampered
         return True
 
+    def probe_convert(self, mode: str) -> bool:
+        """Cut wrongly what further loads convert from another number of ranks, so that every byte
+        is a published one and lies in the wrong place: ``heads`` and ``states`` take KV heads or
+        state matrices from the wrong shard, ``projections`` exchanges q and k of the convolution;
+        ``off`` ends it."""
+        from backhaul.connector import conversion as module
+
+        original = _TAMPER.setdefault("conversion", module.conversion)
+        module.conversion = original if mode == "off" else partial(_miscut, original, mode)
+        return True
+
     def _spoil_state(self, group: int, block: int, mode: str) -> None:
         if mode == "zeros":
             _zero(group, block)
@@ -120,6 +134,28 @@ class Probe:
 
 _GATES: dict[str, Any] = {}
 _TAMPER: dict[Any, Any] = {}
+
+
+def _miscut(original: Any, mode: str, page: Any, sources: int, ranks: int, rank: int) -> list[Any]:
+    """``sharding.conversion``, wrong on purpose; of attention a page is one array, of a delta net
+    the convolution's q, k, v and then the matrices."""
+    runs = original(page, sources, ranks, rank)
+    if (mode == "heads") is not (len(page) == 1):
+        return list(runs)
+    if mode == "projections":
+        q, k = (page_bytes((Rows(1, (part,)),), ranks) for part in page[0].parts[:2])
+        assert q == k
+        moved = {True: q, False: -q}
+        return [
+            run._replace(offset=run.offset + moved[run.offset < q]) if run.offset < q + k else run
+            for run in runs
+        ]
+    first = page_bytes(page[:1], ranks) if mode == "states" else 0
+    others = original(page, sources, ranks, ranks - 1 - rank)
+    return [
+        other._replace(source=sources - 1 - other.source) if run.offset >= first else run
+        for run, other in zip(runs, others, strict=True)
+    ]
 
 
 def _zero(group: int, block: int) -> None:

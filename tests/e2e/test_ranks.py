@@ -20,6 +20,7 @@ from e2e_kit import (
     agree,
     assert_idle,
     boundary,
+    call_probe,
     published_checksums,
     tokens,
     wait_until,
@@ -267,6 +268,49 @@ def test_a_checkpoint_of_another_number_of_ranks_is_converted(
     salt = uuid.uuid4().hex
     cold = loading.complete(second, max_tokens=8, logprobs=10, ignore_eos=True, cache_salt=salt)
     assert agree(leg, cold, COLD_TOLERANCE)
+
+
+MISCUTS = ("heads", "states", "projections")
+
+
+@pytest.mark.parametrize("ranks", ["tensor"], indirect=True)
+@pytest.mark.parametrize(("source", "target"), [(1, RANKS), (RANKS, 1)])
+def test_a_shard_in_the_wrong_place_breaks_the_comparison(
+    ranks: Ranks, rng: random.Random, source: int, target: int
+) -> None:
+    """The one above can fail. The second prompt ends right behind the boundary, so that what the
+    convolution remembers still decides the reply."""
+    prompt = tokens(rng, 300)
+    first = ranks.clients[source].complete(prompt, max_tokens=54, ignore_eos=True)
+    ranks.assert_idle()
+    second = [*prompt, *first.tokens]
+    assert len(second) == END + 2
+    loading = ranks.clients[target]
+    agrees = {}
+    cold = loading.complete(
+        second, max_tokens=8, logprobs=10, ignore_eos=True, cache_salt=uuid.uuid4().hex
+    )
+    for cut in ("off", *MISCUTS):
+        ranks.assert_idle()
+        loading.reset_prefix_cache()
+        call_probe(loading, "probe_convert", cut)
+        try:
+            # Unpublished, or its own domain would hold the end when the next one asks.
+            leg = loading.complete(
+                second,
+                max_tokens=8,
+                logprobs=10,
+                ignore_eos=True,
+                transfer={"backhaul": {"publish": False}},
+            )
+        finally:
+            call_probe(loading, "probe_convert", "off")
+        assert leg.backhaul is not None and leg.backhaul["reason"] is None
+        assert leg.backhaul["loaded_tokens"] == leg.cached_tokens == END
+        agrees[cut] = agree(leg, cold, COLD_TOLERANCE)
+    assert agrees == {"off": True} | dict.fromkeys(MISCUTS, False)
+    ranks.assert_idle()
+    loading.reset_prefix_cache()  # the last of them must not serve another test
 
 
 @pytest.mark.parametrize("ranks", ["tensor"], indirect=True)

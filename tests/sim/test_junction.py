@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from itertools import product
+from itertools import permutations, product
 from typing import Any, NamedTuple
 
 import pytest
@@ -218,12 +218,47 @@ def test_the_matrix_holds_cases_that_stock_vllm_gets_wrong_and_right() -> None:
 
 @pytest.mark.parametrize(
     ("hit", "gap", "attention", "expected"),
-    [(80, 16, 80, 0), (64, 32, 80, 16), (64, 32, 96, 32), (64, 0, 96, 0), (64, 32, 64, 0)],
+    [
+        (80, 16, 80, 0),
+        (64, 32, 80, 16),
+        (64, 32, 96, 32),
+        (64, 0, 96, 0),
+        (64, 32, 64, 0),
+        (64, 32, 48, 0),
+    ],
 )
 def test_the_gap_ends_at_the_attention_hit(
     hit: int, gap: int, attention: int, expected: int
 ) -> None:
     assert bounded_gap(hit, gap, attention) == expected
+
+
+FULL_SPECS = (Group(block=16), Group(block=16, wide=True), Group(block=16, latent=True))
+"""Three full-attention groups that vLLM looks up one by one; the last is MLA."""
+
+
+@pytest.mark.parametrize("recurrent", [True, False], ids=["hybrid", "attention only"])
+@pytest.mark.parametrize("hits", list(permutations((112, 96, 80))), ids=str)
+def test_the_lowest_of_any_full_attention_groups_bounds_it(
+    pair: Pair, hits: tuple[int, ...], recurrent: bool
+) -> None:
+    """Whichever it is, and whatever kind. Without states nothing can be missing."""
+    groups = (*FULL_SPECS, *([Group(block=16, recurrent=True)] if recurrent else []))
+    keywords: dict[str, Any] = {"groups": groups, "budget": 512}
+    stock, bound = SimEngine(None, **keywords), pair.engine(**keywords)
+    found = []
+    for engine in (stock, bound):
+        request = request_of(engine)
+        for group, held in enumerate(hits):
+            put_attention(engine.pool, group, request.block_hashes, tokens=held, unit=16)
+        if recurrent:
+            put_state(engine.pool, 3, request.block_hashes, tokens=64, unit=16)
+        found.append(engine.scheduler.kv_cache_manager.get_computed_blocks(request)[1:])
+    joint = 64 if recurrent else min(hits)
+    assert [hit for hit, _ in found] == [joint, joint]
+    assert found[1][1] == (min(hits) if recurrent else 0)
+    # vLLM looks a later group up below what the first one holds.
+    assert found[0][1] == (hits[0] if hits[0] > joint else 0)
 
 
 @pytest.mark.parametrize(

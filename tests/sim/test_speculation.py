@@ -8,6 +8,7 @@ another length has other bytes, and ``check_idle`` reads every stored checkpoint
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -131,6 +132,37 @@ def test_more_drafts_than_a_block_holds(pair: Pair, mode: str, drafts: int) -> N
         second = prefill.run(first.history + tokens(5, 7), 4)
         assert (len(first.prompt) - 1) // B * B <= second.resumed
         assert second.resumed <= (len(first.history) - 1) // B * B
+    pair.check_idle()
+
+
+class Accepts:
+    """Stands for an engine's random numbers: of the n-th run of drafts so many are right."""
+
+    def __init__(self, drafts: int, counts: Sequence[int]) -> None:
+        self._values = [i >= right for right in counts for i in range(drafts)]
+
+    def random(self) -> float:
+        return float(self._values.pop(0)) if self._values else 0.0
+
+
+@pytest.mark.parametrize("first", [14, 15])
+@pytest.mark.parametrize("second", [0, 1, 8, 9, 10, 17])
+def test_a_boundary_that_one_step_ends_at_and_the_next_one_passes(
+    pair: Pair, first: int, second: int
+) -> None:
+    """The first step of drafts ends at 5 blocks and is accepted short of it; the second reaches
+    beyond 6, and leaves a state where it is accepted only."""
+    drafts, prompt = 2 * B + 1, tokens(3 * B - 2, 1)
+    keywords: dict[str, Any] = {"drafts": drafts, "budget": 80, "accept": 0.5}
+    decode = pair.engine(name="decode", **keywords)
+    prefill = pair.engine(name="prefill", **keywords)
+    decode.random = Accepts(drafts, (first, second))
+    done = decode.run(prompt, 1 + (first + 1) + (second + 1))
+    committed = len(done.history) - 1
+    assert decode.runner.accepted_drafts == first + second
+    end = committed // B * B
+    again = prefill.run(done.history + tokens(5, 7), 4)
+    assert again.resumed in (end, (len(prompt) - 1) // B * B)
     pair.check_idle()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -32,7 +33,8 @@ class Server:
         body = json.loads(raw or b"{}")
         self.seen.append((scope["path"], body))
         status, answer = self.reply(scope["path"], body)
-        await send({"type": "http.response.start", "status": status, "headers": []})
+        headers = [(b"location", b"http://elsewhere/")] if status in (307, 308) else []
+        await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": answer})
 
     @property
@@ -225,3 +227,17 @@ def test_a_reply_without_end_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("backhaul.benchmarks.ab.REPLY_BYTES_MAX", 1000)
     with serve(lambda path, body: (200, b"x" * 2000)) as (url, _):
         assert "more than 1,000 bytes for one reply" in _fails(url)
+
+
+@pytest.mark.parametrize("status", [300, 304, 307, 308, 400, 404, 429, 500, 503])
+@pytest.mark.parametrize("model", ["m", None])
+def test_every_status_but_success_is_one_line(status: int, model: str | None) -> None:
+    """The reply is a stream, whose text nobody has read yet."""
+    plan = replace(QUICK, model=model)
+    with (
+        serve(lambda path, body: (status, b"" if status == 304 else b"words")) as (url, _),
+        pytest.raises(AbError, match=f"answered {status}: ") as caught,
+    ):
+        run_arm(Arm(name="A", url=url), plan)
+    assert str(caught.value).isprintable()
+    assert ("it names http://elsewhere/" in str(caught.value)) is (status in (307, 308))

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import bz2
+import codecs
+import gzip
 import json
+import lzma
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -165,6 +169,34 @@ def test_an_unknown_format_is_refused(tmp_path: Path, content: bytes, message: s
     path.write_bytes(content)
     with pytest.raises(TraceError, match=message):
         open_trace(path)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_what_is_no_plain_text_is_named_with_what_to_do(tmp_path: Path, format: str) -> None:
+    """Whole or cut short: nothing of it is unpacked."""
+    path = tmp_path / "trace"
+    line = json.dumps(VALID["mooncake"]).encode()
+    for content, message in (
+        (gzip.compress(line)[:-9], "compressed with gzip: decompress it first"),
+        (bz2.compress(line), "compressed with bzip2: decompress it first"),
+        (lzma.compress(line)[:20], "compressed with xz: decompress it first"),
+        (line.decode().encode("utf-16"), "UTF-16 text: write it as UTF-8"),
+        (line.decode().encode("utf-16-be"), "no JSON"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(TraceError, match=message) as error:
+            list(open_trace(path, format))
+        assert str(error.value).isprintable()
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r\n\r\n"])
+def test_marks_and_line_ends_of_other_systems(tmp_path: Path, end: str) -> None:
+    for name, record in VALID.items():
+        path = tmp_path / name
+        path.write_bytes(codecs.BOM_UTF8 + json.dumps(record).encode() + end.encode())
+        trace = open_trace(path)
+        assert trace.format == name
+        assert len(list(trace)) == (2 if name in ("messages", "swe-agent") else 1)
 
 
 def test_what_is_no_file_or_no_format_is_refused(tmp_path: Path) -> None:

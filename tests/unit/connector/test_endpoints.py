@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from backhaul.connector.endpoints import (
@@ -45,6 +45,8 @@ def ends(policy: Policy = Policy.BOTH, **values: Any) -> PromptEnds:
 
 
 @given(st.booleans(), st.booleans(), st.integers(0, 50), st.integers(1, 400))
+@example(wanted=True, included=True, blocks=2, prompt_tokens=17)
+@example(wanted=True, included=True, blocks=0, prompt_tokens=1)
 def test_a_decode_end_that_is_not_sent_has_one_reason(
     wanted: bool, included: bool, blocks: int, prompt_tokens: int
 ) -> None:

@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator
 from copy import copy
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -326,6 +327,25 @@ def test_ranks_alone_are_convertible_where_every_page_is_known(engine: Engine) -
     for one, other in ((ours, theirs), (theirs, ours)):
         assert compare(one, other).verdict is Verdict.CONVERTIBLE
     assert parse_domain(theirs.canonical()) == theirs
+
+
+@pytest.mark.parametrize("heads", [None, 1])
+def test_a_layer_of_other_heads_leaves_pages_unknown_where_both_have_one_a_rank(
+    engine: Engine, heads: int | None
+) -> None:
+    """vLLM names it for that layer alone; the cache specs of both are alike."""
+    engine.model = copy(engine.model)
+    engine.model.model_arch_config = replace(
+        engine.model.model_arch_config,
+        per_layer_overrides=[{}, {"total_num_kv_heads": heads}] if heads else None,
+    )
+    pages = []
+    for ranks in (1, 2):
+        engine.parallel = copy(engine.parallel)
+        engine.parallel.tensor_parallel_size = engine.parallel.world_size = ranks
+        engine.attention["num_kv_heads"] = 2 // ranks
+        pages.append(engine.facts().layout.groups[0].page)
+    assert [bool(page) for page in pages] == [True, heads is None]
 
 
 def test_layers_of_pipeline_stages_are_told_apart(

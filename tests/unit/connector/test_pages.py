@@ -383,6 +383,9 @@ def test_every_number_of_heads_that_a_configuration_names() -> None:
         num_key_value_heads_per_layer=[2, 8], num_attention_heads=32, linear_num_key_heads=16,
     )  # fmt: skip
     assert head_counts(config) == {2, 4, 8}
+    blocks = [SimpleNamespace(attention=SimpleNamespace(n_heads_in_group=n)) for n in (8, None, 16)]
+    nested = SimpleNamespace(num_attention_heads=64, block_configs=[*blocks, {"experts": 4}])
+    assert head_counts(nested) == {8, 4}
 
 
 UNKNOWN: dict[str, Callable[[], Page]] = {

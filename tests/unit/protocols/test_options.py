@@ -1,5 +1,6 @@
 """A wrong option ends the start with one line that names it and what is valid."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,37 @@ def test_bad_options_are_named(raw: dict[str, Any], parts: list[str]) -> None:
     assert "\n" not in message
     for part in parts:
         assert part in message
+
+
+ODD: list[Any] = [
+    None, True, 0, -1, 2**70, -(2**70), 0.5, math.nan, math.inf, -math.inf, 1e308, "", "x", "10",
+    "\ud800", "a\nb\x1b[31m", "x" * 100_000, [], ["stop"], ["\udfff"], [["stop"]], ["stop"] * 5000,
+    {}, {"a": 1}, b"x", (1,), object(),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", Options.__struct_fields__)
+def test_any_value_is_taken_or_named_in_one_line(name: str) -> None:
+    refused = 0
+    for value in ODD:
+        try:
+            taken = getattr(parse_options(STORE | {name: value}), name)
+        except ConfigError as error:
+            refused += 1
+            message = str(error)
+            assert f"'{name}'" in message
+            assert message.isprintable() and len(message) < 500, message
+        else:
+            assert taken == taken, f"{value} was taken"  # NaN is not
+    assert refused > len(ODD) // 2
+    assert parse_options(STORE | {name: getattr(parse_options(STORE), name)})
+
+
+@pytest.mark.parametrize("name", ["polcy", "x" * 100_000, "a\nb", "\ud800", 5, None, ("store",)])
+def test_any_other_key_is_named_in_one_line(name: Any) -> None:
+    with pytest.raises(ConfigError, match=r"unknown option .* valid options: .*store") as error:
+        parse_options({**STORE, name: 1})
+    assert str(error.value).isprintable() and len(str(error.value)) < 1000
 
 
 def test_every_option_is_documented() -> None:

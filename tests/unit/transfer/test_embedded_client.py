@@ -467,6 +467,8 @@ class TestRegistry:
             "inprocess://",
             "inprocess://name?size=64MiB",
             "inprocess://name?capacity=lots",
+            "inprocess://name?capacity=2",
+            "inprocess://name?capacity=1023PiB",
             "inprocess://name:1",
         ],
     )
