@@ -536,6 +536,7 @@ class SchedulerHalf:
                 request_id=tracked.request_id,
                 finish=request.status.name,
                 domain=self._facts.domain.domain_id,
+                output_tokens=request.num_output_tokens,
                 grid_tokens=grid,
                 boundary_hashes=tuple(
                     bytes(hashes[i]).hex() for i in range(step - 1, len(hashes), step)
