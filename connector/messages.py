@@ -86,14 +86,18 @@ class WorkerReport(KVConnectorWorkerMetadata):
     """Worker half to scheduler half: the reports of every rank, in no particular order.
 
     ``cannot_convert``: some rank's pages are not those that the domain describes. Said once.
+    ``transports``: rank -> ``Store.transports`` there, where it is another than before.
     """
 
     reports: list[JobReport] = field(default_factory=list)
     cannot_convert: bool = False
+    transports: dict[int, tuple[str, ...]] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
-        """Reports of both."""
+        """Reports of both, of different ranks."""
         assert isinstance(other, WorkerReport)
         return WorkerReport(
-            self.reports + other.reports, self.cannot_convert or other.cannot_convert
+            self.reports + other.reports,
+            self.cannot_convert or other.cannot_convert,
+            self.transports | other.transports,
         )

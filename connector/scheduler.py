@@ -37,7 +37,7 @@ from backhaul.connector.outcome import (
 from backhaul.connector.presence import Presence
 from backhaul.connector.publisher import Publisher
 from backhaul.connector.request_log import RequestLog
-from backhaul.connector.stats import BackhaulStats, StatsRecorder, series
+from backhaul.connector.stats import BackhaulStats, StatsRecorder, TransportRanks, series
 from backhaul.connector.tracking import Load, TrackedRequest
 from backhaul.protocols.candidates import tag_candidates
 from backhaul.protocols.checkpoint import UNKNOWN_WORK, Reason, primary_kind
@@ -106,6 +106,7 @@ class SchedulerHalf:
         self._idle_since: float | None = None
         self._stats = StatsRecorder()
         self._info = series("info", facts.domain.domain_id, options.policy)
+        self._transports = TransportRanks()
         self._events = KvEvents(facts.layout, enabled=kv_events)
         self._history = MatchHistory()
         self._log = RequestLog(options.request_log) if options.request_log else None
@@ -254,6 +255,7 @@ class SchedulerHalf:
         """Workers reported: settle jobs, and repair requests whose load failed."""
         report = output.kv_connector_worker_meta
         if isinstance(report, WorkerReport):
+            self._transports.update(report.transports)
             if report.cannot_convert:
                 self._catalog.stop_converting()
                 self._presence.stop_converting()
@@ -339,7 +341,7 @@ class SchedulerHalf:
             written, dropped = self._log.take_counts()
             self._stats.count("request_log_records", n=written)
             self._stats.count("request_log_dropped", n=dropped)
-        return self._stats.report({**self.gauges(), self._info: 1})
+        return self._stats.report({**self.gauges(), **self._transports.gauges(), self._info: 1})
 
     def take_events(self) -> Sequence[Any]:
         """KV events since the last call."""
@@ -534,6 +536,7 @@ class SchedulerHalf:
                 request_id=tracked.request_id,
                 finish=request.status.name,
                 domain=self._facts.domain.domain_id,
+                output_tokens=request.num_output_tokens,
                 grid_tokens=grid,
                 boundary_hashes=tuple(
                     bytes(hashes[i]).hex() for i in range(step - 1, len(hashes), step)

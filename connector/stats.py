@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections import Counter as Tally
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
@@ -37,7 +38,7 @@ def series(name: str, *labels: str) -> str:
 
 @dataclass
 class BackhaulStats(KVConnectorStats):
-    """Increments since the last report, changed gauges, and observations; plain data for msgpack.
+    """Increments since the last report, gauges, and observations; plain data for msgpack.
 
     ``data``: ``{"counters": {series: n}, "gauges": {series: n}, "observations": {series: [x]}}``.
     """
@@ -97,20 +98,44 @@ class StatsRecorder:
         self._observations.setdefault(series(name, *labels), []).append(value)
 
     def report(self, gauges: dict[str, int]) -> BackhaulStats | None:
-        """What changed since the last report; None where nothing did."""
-        changed = {k: v for k, v in gauges.items() if self._gauges.get(k) != v}
-        if not (self._counters or self._observations or changed):
+        """What happened since the last report, and every gauge; None where nothing did or changed.
+
+        A gauge that did not change is reported all the same: of several API servers each enters
+        the reports that it is sent, and one that is late would otherwise leave an old value."""
+        if not (self._counters or self._observations or gauges != self._gauges):
             return None
-        self._gauges.update(changed)
+        self._gauges = dict(gauges)
         stats = BackhaulStats(
             data={
                 "counters": dict(self._counters),
-                "gauges": changed,
+                "gauges": dict(gauges),
                 "observations": self._observations,
             }
         )
         self._counters, self._observations = defaultdict(int), {}
         return stats
+
+
+class TransportRanks:
+    """How many ranks' connections have each transport; one that they had before stays at 0."""
+
+    def __init__(self) -> None:
+        self._by_rank: dict[int, tuple[str, ...]] = {}
+        self._gauges: dict[str, int] = {}
+
+    def update(self, by_rank: Mapping[int, tuple[str, ...]]) -> None:
+        """Take ranks' news."""
+        if not by_rank:
+            return
+        self._by_rank.update(by_rank)
+        now = Tally(name for names in self._by_rank.values() for name in names)
+        known = [series("transport_ranks", name) for name in now]
+        self._gauges = dict.fromkeys([*self._gauges, *known], 0)
+        self._gauges.update(zip(known, now.values(), strict=True))
+
+    def gauges(self) -> dict[str, int]:
+        """By series."""
+        return self._gauges
 
 
 class BackhaulPromMetrics(KVConnectorPromMetrics):
@@ -125,13 +150,18 @@ class BackhaulPromMetrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._metrics: dict[str, Any] = {}
+        _unregister()
         for name, metric in ENGINE.items():
             self._metrics[name] = _make(name, metric, metric_types, labelnames)
+        _registered.extend(self._metrics.values())
         # Present from the start, so that "never happened" reads as 0 and not as absent.
         for values in per_engine_labelvalues.values():
             for name, metric in ENGINE.items():
                 for known in known_label_values(metric):
-                    self._child(name, values, known)
+                    child = self._child(name, values, known)
+                    if metric.type is MetricType.GAUGE:
+                        # Of several API servers' gauges only those that were set are shown.
+                        child.set(0)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Enter one report. A series that this version does not know is left out."""
@@ -154,6 +184,18 @@ class BackhaulPromMetrics(KVConnectorPromMetrics):
 
     def _child(self, name: str, values: list[object], labels: tuple[str, ...]) -> Any:
         return self._metrics[name].labels(*values, *labels)
+
+
+_registered: list[Any] = []
+
+
+def _unregister() -> None:
+    """Take an earlier engine's metrics out of the process's registry, which refuses a name's second
+    use: vLLM does so with its own ones, those that begin with "vllm:"."""
+    for collector in _registered:
+        with suppress(KeyError):  # another registry's
+            REGISTRY.unregister(collector)
+    _registered.clear()
 
 
 def _make(name: str, metric: Metric, types: dict[Any, Any], labelnames: list[str]) -> Any:

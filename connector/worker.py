@@ -41,7 +41,7 @@ from backhaul.transfer.base import (
     Written,
 )
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.backhaul")
 
 _BUSY_BACKOFF_S = (0.002, 0.1)
 """First and longest pause while another publication writes an object that we need too."""
@@ -72,6 +72,7 @@ class WorkerHalf:
         )
         self._unsettled: dict[int, Unsettled] = {}
         self._reports: list[JobReport] = []
+        self._transports: tuple[str, ...] = ()
         threads = options.transfer_threads
         self._loads = ThreadPoolExecutor(threads, thread_name_prefix="backhaul-load")
         self._publishes = ThreadPoolExecutor(threads, thread_name_prefix="backhaul-publish")
@@ -146,11 +147,20 @@ class WorkerHalf:
 
     def take_report(self) -> WorkerReport | None:
         """The reports collected by ``drain``; None where there is nothing to tell."""
-        if not (self._reports or self._tells_unlike):
+        before, self._transports = self._transports, self._store.transports()
+        changed = self._transports != before
+        if not (self._reports or self._tells_unlike or changed):
             return None
         reports, self._reports = self._reports, []
         told, self._tells_unlike = self._tells_unlike, False
-        return WorkerReport(reports, cannot_convert=told)
+        transports = {self._rank: self._transports} if changed else {}
+        if changed and self._transports:
+            logger.info(
+                "backhaul: rank %d's connection to the store's pool has lanes over %s",
+                self._rank,
+                ", ".join(self._transports),
+            )
+        return WorkerReport(reports, cannot_convert=told, transports=transports)
 
     def shutdown(self) -> None:
         """Stop the threads; running transfers end by their own deadline."""

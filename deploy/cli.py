@@ -97,7 +97,9 @@ def main() -> None:
             _complain(f"{error.object!r} is no UTF-8 text")
         else:
             silence_stdout()
-            _complain(f"the output cannot be written as {error.encoding}: set PYTHONUTF8=1")
+            _complain(
+                f"the output cannot be written as {error.encoding}: set PYTHONIOENCODING=utf-8"
+            )
         sys.exit(2)
     except typer.Abort:
         sys.exit(130)

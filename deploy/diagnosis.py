@@ -12,11 +12,11 @@ from backhaul.deploy.domain_rows import differences
 from backhaul.deploy.findings import Finding, Level
 from backhaul.deploy.retention import THINNED, check_published, check_retention
 from backhaul.deploy.terminal import format_age
+from backhaul.deploy.transports import check_engine_transports
 from backhaul.protocols.comparison import Verdict, compare
 from backhaul.protocols.domain import DomainRecord
 from backhaul.transfer.base import DomainInfo, StoreStats
 from backhaul.transfer.daemon.settings import format_bytes
-from backhaul.transfer.transport_probe import ProbeResult
 
 SEEDLESS_HASHES = ("sha256", "sha256_cbor")
 """Prefix hashes of vLLM that are the same everywhere where PYTHONHASHSEED is not set."""
@@ -25,7 +25,6 @@ SHORT_SHARE_MAX = 0.5
 anything."""
 LIVE_S = 600.0
 """A domain whose last call is so much older than its model's newest is of the past."""
-_SLOW = ("tcp",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +37,7 @@ class EngineView:
         domain: id of its cache domain, where its metrics name it.
         policy: what Backhaul publishes there, where its metrics say it.
         has_connector: ``backhaul:`` metrics are there.
+        transports: what its connections to the pool have -> ranks of which this holds.
         failure_policy: ``kv_load_failure_policy``; "" where it cannot be seen.
         error: why it could not be read; the rest is empty then.
     """
@@ -50,6 +50,7 @@ class EngineView:
     domain: str = ""
     policy: str = ""
     has_connector: bool = False
+    transports: Mapping[str, int] = field(default_factory=dict)
     failure_policy: str = ""
     error: str = ""
 
@@ -68,29 +69,6 @@ def check_store(stats: StoreStats) -> Finding:
             "start `backhaul store` with a larger --capacity",
         )
     return Finding("store catalog", Level.OK, says)
-
-
-def check_transports(probe: ProbeResult) -> Finding:
-    """What bytes travel over between here and the pool."""
-    name = "transports"
-    if probe.error:
-        return Finding(
-            name,
-            Level.PROBLEM,
-            f"no bytes could be read from the pool: {probe.error}",
-            "run the probe with UCX_LOG_LEVEL=info; usual causes are a firewall and UCX_TLS or "
-            "UCX_NET_DEVICES that leave nothing both sides share",
-        )
-    used = ", ".join(probe.transports)
-    says = f"a process started here reads the pool over {used}"
-    if all(one.partition("/")[0] in _SLOW for one in probe.transports):
-        return Finding(
-            name,
-            Level.WARNING,
-            f"{says}: every byte passes the kernel's TCP stack",
-            "unset UCX_TLS; on one host share the IPC and PID namespaces, between hosts use RDMA",
-        )
-    return Finding(name, Level.OK, says)
 
 
 def check_domains(domains: Sequence[DomainInfo]) -> list[Finding]:
@@ -242,6 +220,8 @@ def check_engine(
                 "give the engine this store, or name the engine's with --other-store",
             )
         )
+    if engine.has_connector:
+        findings.append(check_engine_transports(name, engine.transports))
     findings += _check_cache(name, engine, record)
     boundary = record.layout.boundary_tokens if record else _boundary(engine.cache)
     if boundary:

@@ -61,7 +61,11 @@ def doctor(
         ),
     ] = None,
     probe: Annotated[
-        bool, typer.Option(help="Read from the pool once to see which transports UCX uses.")
+        bool,
+        typer.Option(
+            help="Read from the pool once to see which transports UCX uses from here. What an "
+            "engine itself uses is in its metrics."
+        ),
     ] = True,
     as_json: AsJson = False,
     timeout: Annotated[
@@ -82,11 +86,11 @@ def doctor(
         check_engine,
         check_side_by_side,
         check_store,
-        check_transports,
     )
     from backhaul.deploy.domain_rows import differences
     from backhaul.deploy.engine_view import read_engine
     from backhaul.deploy.findings import Finding, Level, worst
+    from backhaul.deploy.transports import check_transports
     from backhaul.transfer.backends.inspector import StoreInspector, catalog_target
     from backhaul.transfer.transport_probe import probe_transports
 
@@ -280,6 +284,7 @@ def as_document(
                 "url": one.view.url,
                 "domain": one.view.domain,
                 "policy": one.view.policy,
+                "transports": dict(one.view.transports),
                 "known_here": one.info is not None and not one.store,
             }
             for one in seen

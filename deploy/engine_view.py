@@ -36,6 +36,7 @@ def parse_metrics(text: str) -> dict[str, Any]:
     """The fields of ``EngineView`` that /metrics tells; sums over data-parallel engines."""
     cache: dict[str, str] = {}
     prompts: dict[float, float] = {}
+    transports: dict[str, int] = {}
     domain, policy, has_connector = "", "", False
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -48,12 +49,16 @@ def parse_metrics(text: str) -> dict[str, Any]:
             elif sample.name == "backhaul:info":
                 domain = sample.labels.get("domain", "")
                 policy = sample.labels.get("policy", "")
+            elif sample.name == "backhaul:transport_ranks":
+                name = sample.labels.get("transport", "")
+                transports[name] = transports.get(name, 0) + int(sample.value)
     return {
         "cache": cache,
         "prompts": prompts,
         "domain": domain,
         "policy": policy,
         "has_connector": has_connector,
+        "transports": transports,
     }
 
 

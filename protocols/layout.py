@@ -150,10 +150,6 @@ class CacheLayout(msgspec.Struct, frozen=True, kw_only=True):
         """Whether any group holds recurrent state."""
         return any(group.kind is GroupKind.RECURRENT for group in self.groups)
 
-    def floor_boundary(self, tokens: int) -> int:
-        """The deepest boundary at or before ``tokens`` (0 where there is none)."""
-        return max(tokens, 0) // self.boundary_tokens * self.boundary_tokens
-
 
 def required_blocks(group: GroupLayout, boundary: int) -> range:
     """Block indices of ``group`` that a checkpoint at ``boundary`` (tokens) consists of."""

@@ -5,7 +5,8 @@
 
 Names follow Prometheus: base units in the name, and ``_total`` on counters, which the client
 library appends. Every value that a label can take is listed and exposed from the start, so that
-"never happened" reads as 0 and not as absent; only a domain's id is not known in advance.
+"never happened" reads as 0 and not as absent; only a domain's id, and what a connection uses of the
+machine's devices, is not known in advance.
 """
 
 from __future__ import annotations
@@ -152,6 +153,8 @@ PART = Label("part", ("reused", "recomputed"))
 EXTENT = Label("extent", ("attention", "recurrent", "joint", "exact_hash"))
 FIELD = Label("field", ("backhaul", *HINT_FIELDS))
 DOMAIN = Label("domain", ())
+TRANSPORT = Label("transport", ())
+"""UCX's names of transport and device: as many as the machine has, and the connection uses."""
 OUTCOME = Label("outcome", ())
 """Named where prompts are rendered; docs/u_end.md explains them."""
 
@@ -308,6 +311,9 @@ ENGINE: dict[str, Metric] = {
     "open_leases": _gauge("Store leases this engine holds."),
     "open_jobs": _gauge("Loads and publications that some rank has not settled."),
     "tracked_requests": _gauge("Requests with connector state."),
+    "transport_ranks": _gauge(
+        "Ranks whose connection to the store's pool has a lane over a transport.", TRANSPORT
+    ),
     "info": _gauge(
         "1; the engine's cache domain and policy.", DOMAIN, Label("policy", tuple(Policy))
     ),

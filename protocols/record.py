@@ -186,6 +186,7 @@ class LoggedRequest(RequestRecord, frozen=True, kw_only=True):
         time: seconds since 1970, when the request ended.
         finish: vLLM's status.
         domain: id of the engine's cache domain.
+        output_tokens: length of its output.
         grid_tokens: distance of its boundaries, tokens.
         boundary_hashes: hex of the chained hash at every boundary of prompt and output, the first
             at ``grid_tokens``; what a checkpoint there is named by.
@@ -197,6 +198,7 @@ class LoggedRequest(RequestRecord, frozen=True, kw_only=True):
     request_id: str
     finish: str
     domain: str = ""
+    output_tokens: int = 0
     grid_tokens: int = 0
     boundary_hashes: tuple[str, ...] = ()
     token_ids: tuple[int, ...] = ()

@@ -301,6 +301,11 @@ class Store(abc.ABC):
     def write(self, items: Sequence[WriteItem], *, timeout_s: float) -> TransferResult:
         """Send granted objects. All or nothing. Never raises for an operational fault."""
 
+    def transports(self) -> tuple[str, ...]:
+        """What ``read`` and ``write`` may travel over, by the transport layer's own names; returns
+        at once. Empty before the first of them, and where the backend cannot tell."""
+        return ()
+
     # -- catalog: publications ----------------------------------------------------------------
 
     @abc.abstractmethod

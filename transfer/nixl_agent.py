@@ -29,6 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from backhaul.protocols.errors import ConfigError, StoreUnavailable
+from backhaul.transfer import ucx_lanes
 from backhaul.transfer.base import MemoryKind, MemoryRegion, Unsettled
 
 BACKEND = "UCX"
@@ -145,6 +146,8 @@ class NixlAgent:
         self._pending: dict[str, list[PendingTransfer]] = {}
         self._removed: set[str] = set()
         self._running: Counter[str] = Counter()
+        self._unseen: dict[str, frozenset[int]] = {}
+        self._lanes: dict[str, tuple[str, ...]] = {}
         self._closed = False
 
     @property
@@ -174,16 +177,25 @@ class NixlAgent:
             self._sweep()
             if name in self._removed:
                 raise StoreUnavailable(f"transfers with {name} are still in flight")
+            others = ucx_lanes.endpoints(self.name)
             try:
                 self._agent.loadRemoteMD(metadata)
             except Exception as error:
                 raise StoreUnavailable(f"NIXL refused the store's metadata: {error}") from None
+            self._lanes.pop(name, None)
+            self._unseen[name] = ucx_lanes.endpoints(self.name) - others
 
     def remove_peer(self, name: str) -> None:
         """Forget a peer, at once or when its last transfer has settled."""
         with self._lock:
             self._removed.add(name)
+            self._unseen.pop(name, None)
             self._sweep()
+
+    def lanes(self, peer: str) -> tuple[str, ...]:
+        """UCX's names of what reads and writes of ``peer`` may use, e.g. ``cma/memory``. Empty
+        before the first transfer that succeeded, and where UCX cannot be asked."""
+        return self._lanes.get(peer, ())
 
     def transfer(
         self,
@@ -219,6 +231,8 @@ class NixlAgent:
         except Exception as error:  # a hook's, or NIXL's, which share no base below Exception
             outcome, detail = Outcome.FAILED, f"{type(error).__name__}: {error}"
         finally:
+            if outcome is Outcome.DONE and not flying and peer in self._unseen:
+                self._look_at_lanes(peer)
             unsettled = self._give_up(peer, flying)
         return Ended(outcome, unsettled, detail)
 
@@ -282,6 +296,17 @@ class NixlAgent:
             elif now - started > _SPIN_S:
                 time.sleep(pause)
                 pause = min(pause * 1.5, _PAUSE_S[1])
+
+    def _look_at_lanes(self, peer: str) -> None:
+        """Once per connection. Nobody else may make UCX progress meanwhile, which could free the
+        endpoint: so only where this thread's transfer, just done, is the only one that there is. A
+        new one needs the lock to begin, and so does removing a peer."""
+        with self._lock:
+            if self._running.total() > 1 or self._pending:
+                return
+            endpoints = self._unseen.pop(peer, frozenset())
+            found = (ucx_lanes.lanes(self.name, one) for one in sorted(endpoints))
+            self._lanes[peer] = tuple(dict.fromkeys(lane for some in found for lane in some))
 
     def _give_up(self, peer: str, flying: deque[tuple[int, _Handle]]) -> Unsettled | None:
         pending = PendingTransfer(handle for _, handle in flying)

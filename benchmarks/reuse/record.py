@@ -37,6 +37,8 @@ class Source(enum.StrEnum):
 
     REAL = "real"
     SIMULATED = "simulated"
+    SERVED = "served"
+    """Requests of real clients, from the engines' request logs: no times, and no store's books."""
 
 
 class Budget(enum.StrEnum):
@@ -57,6 +59,12 @@ class PromptEndAt(enum.StrEnum):
     """Sticky routing: P_end lies in that worker's own prefix cache."""
     ABSENT = "absent"
     """Another prefill worker, or one that has evicted it."""
+    MIXED = "mixed"
+    """Requests of real clients: the one or the other."""
+
+
+RUN_WITH = (PromptEndAt.PRESENT, PromptEndAt.ABSENT)
+"""What experiments are run with."""
 
 
 class Arm(msgspec.Struct, frozen=True, kw_only=True, order=True):

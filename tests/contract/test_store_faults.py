@@ -31,6 +31,7 @@ from backhaul.transfer.backends import embedded, rpc
 from backhaul.transfer.backends.payload import Payload
 from backhaul.transfer.base import GrantStatus
 from backhaul.transfer.registry import open_store
+from backhaul.transfer.transport_probe import probe_transports
 
 STOPPED_TIMEOUT_S = 0.5
 
@@ -40,6 +41,7 @@ sys.path.insert(0, sys.argv[1])
 from store_contract import *
 from backhaul.protocols.domain import parse_domain
 from backhaul.transfer.registry import open_store
+from backhaul.transfer.transport_probe import probe_transports
 worker = Worker(open_store(sys.argv[2]), parse_domain(sys.argv[3].encode()))
 chain = hash_chain("a", BOUNDARY)
 print(time.monotonic(), flush=True)
@@ -153,6 +155,9 @@ def test_a_worker_that_only_reads_loses_nothing_to_a_restart(
 ) -> None:
     """It made no call since, and is given a lease that somebody else got from the new daemon."""
     reader = new_worker()
+    earlier = hash_chain("earlier", BOUNDARY)
+    assert reader.publish(earlier, BOUNDARY).visible
+    transports = reader.store.transports()
     daemon.kill()
     with running_daemon(daemon.port) as restarted:
         writer = Worker(open_store(restarted.uri), reader.domain)
@@ -162,6 +167,22 @@ def test_a_worker_that_only_reads_loses_nothing_to_a_restart(
         assert boundaries == [BOUNDARY] and lease
         assert reader.read(lease, chain, BOUNDARY).ok and reader.holds(chain, BOUNDARY)
         writer.store.close()
+        # Of the new connection, and not of the old one, whose endpoint is still there.
+        assert reader.store.transports() == transports != ()
+
+
+def test_transports_are_known_from_the_first_transfer_on(
+    daemon: Daemon,
+) -> None:
+    """What UCX reports at a probe's end, that its read used, is among them."""
+    store = open_store(daemon.uri, client_name="x" * 80)
+    assert store.transports() == ()
+    worker = Worker(store, make_domain())
+    assert store.transports() == ()
+    assert worker.publish(hash_chain("a", BOUNDARY), BOUNDARY).visible
+    probed = probe_transports(daemon.uri.removeprefix("backhaul://"), TIMEOUT_S)
+    assert probed.transports and {*probed.transports} <= {*store.transports()}
+    store.close()
 
 
 def test_nothing_needs_the_store_at_start() -> None:

@@ -2,18 +2,23 @@
 
 Each is vLLM's own engine core, model runner and scheduler with both halves of the connector and a
 store daemon; only the API server and the process boundaries are missing. Run as a program: engines
-as JSON lines on standard input, what they answered as JSON lines on standard output.
+as JSON lines on standard input, what they answered as JSON lines on standard output. ``OneProcess``
+is the other end of it.
 """
 
 from __future__ import annotations
 
 import gc
 import json
+import logging
 import os
+import subprocess
 import sys
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self
 
 _ENV = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -34,11 +39,52 @@ _ARGS = {
 _IDLE_S = 20.0
 
 
-def run(engine: Mapping[str, Any], model: str, store: str) -> dict[str, Any]:
+class OneProcess:
+    """Starts the program and has it run engines."""
+
+    def __init__(self, model: Path, log: Path, env: Mapping[str, str]) -> None:
+        self._command = [sys.executable, __file__, str(model)]
+        self._log = log
+        self._env = {**os.environ, **env}
+
+    def __enter__(self) -> Self:
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=self._env,
+            )
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if error[0] is not None:
+            self._process.kill()
+        with self._process:
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+
+    def run(self, engine: Mapping[str, Any]) -> dict[str, Any]:
+        """See the function of that name."""
+        process = self._process
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(json.dumps(engine) + "\n")
+        process.stdin.flush()
+        answer = process.stdout.readline()
+        assert answer, self._log.read_text()[-3000:]
+        return dict(json.loads(answer))
+
+
+def run(engine: Mapping[str, Any], model: str) -> dict[str, Any]:
     """Start an engine, ask it everything, stop it.
 
-    ``engine``: ``args`` of ``LLM``, ``env``, and ``asks``; of each ``prompt`` (token ids),
-    ``publish``, and ``forget``: empty the prefix cache before.
+    ``engine``: its ``name`` and ``store``; ``args`` of ``LLM`` and ``env``; ``role`` and
+    ``options`` of the connector; ``hears``: wait for a line about publication paths before
+    anything is asked; ``stays``: it is not gone from the store's table of engines when it was
+    stopped, as one that goes on; and ``asks``, of each the ``prompt`` (token ids), ``reply``
+    (tokens), ``backhaul`` (the request's hints), and ``forget``: empty the prefix cache before.
     """
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
@@ -46,45 +92,80 @@ def run(engine: Mapping[str, Any], model: str, store: str) -> dict[str, Any]:
 
     get_conv_state_layout.cache_clear()
     os.environ.update(engine["env"])
-    llm = LLM(
-        **{"model": model, **_ARGS, **engine["args"]},
-        kv_transfer_config={
-            "kv_connector": "BackhaulConnector",
-            "kv_connector_module_path": "backhaul.connector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {
-                "store": store,
-                "stream_min_bytes": 1,
-                "lookup_timeout_s": 5.0,
+    with _said() as said:
+        llm = LLM(
+            **{"model": model, **_ARGS, **engine["args"]},
+            kv_transfer_config={
+                "kv_connector": "BackhaulConnector",
+                "kv_connector_module_path": "backhaul.connector",
+                "kv_role": engine["role"],
+                "kv_connector_extra_config": {
+                    "store": engine["store"],
+                    "stream_min_bytes": 1,
+                    "lookup_timeout_s": 5.0,
+                    **engine["options"],
+                },
             },
-        },
-    )
-    core: Any = llm.llm_engine.engine_core.engine_core  # type: ignore[attr-defined]
-    half = core.scheduler.connector._half
-    answers = []
-    for ask in engine["asks"]:
-        if ask["forget"]:
-            assert llm.reset_prefix_cache()
-        answers.append(_generate(llm, ask["prompt"], 4, publish=ask["publish"]))
-        _settle(llm, half)
-    domain = half._facts.domain.domain_id
-    core.shutdown()
+        )
+        core: Any = llm.llm_engine.engine_core.engine_core  # type: ignore[attr-defined]
+        half = core.scheduler.connector._half
+        deadline = time.monotonic() + _IDLE_S
+        while engine["hears"] and not said and time.monotonic() < deadline:
+            time.sleep(0.05)
+        said_at_start = list(said)
+        answers = []
+        for ask in engine["asks"]:
+            if ask["forget"]:
+                assert llm.reset_prefix_cache()
+            answers.append(_generate(llm, ask["prompt"], ask["reply"], ask["backhaul"]))
+            _settle(llm, half)
+        if engine["hears"]:  # a reply without a path has the engine look for one again, soon
+            time.sleep(1.5)
+        domain = half._facts.domain.domain_id
+        if engine["stays"]:  # its thread goes on telling the store that the engine is there
+            core.scheduler = None
+        core.shutdown()
     del llm, core, half
     cleanup_dist_env_and_memory()
-    return {"domain": domain, "answers": answers}
+    return {
+        "domain": domain,
+        "answers": answers,
+        "said_at_start": said_at_start,
+        "said_later": said[len(said_at_start) :],
+    }
 
 
-def _generate(llm: Any, prompt: list[int], tokens: int, *, publish: bool) -> dict[str, Any]:
+@contextmanager
+def _said() -> Iterator[list[str]]:
+    """What the connector says about publication paths. Heard by a filter: vLLM takes handlers away
+    where it configures its loggers anew for an engine."""
+    lines: list[str] = []
+
+    def hear(record: logging.LogRecord) -> bool:
+        if "publication path" in record.getMessage():
+            lines.append(record.getMessage())
+        return True
+
+    logger = logging.getLogger("vllm.backhaul")
+    logger.addFilter(hear)
+    try:
+        yield lines
+    finally:
+        logger.removeFilter(hear)
+
+
+def _generate(
+    llm: Any, prompt: list[int], tokens: int, backhaul: Mapping[str, Any]
+) -> dict[str, Any]:
     from vllm import SamplingParams
 
-    transfer = {"backhaul": {"publish": publish}}
     (one,) = llm.generate(
         [{"prompt_token_ids": prompt}],
         SamplingParams(
             max_tokens=tokens,
             temperature=0,
             ignore_eos=True,
-            extra_args={"kv_transfer_params": transfer},
+            extra_args={"kv_transfer_params": {"backhaul": backhaul}},
         ),
         use_tqdm=False,
     )
@@ -100,12 +181,12 @@ def _settle(llm: Any, half: Any) -> None:
     deadline = time.monotonic() + _IDLE_S
     while any(half.gauges().values()):
         assert time.monotonic() < deadline, f"still held: {half.gauges()}"
-        _generate(llm, [97], 1, publish=False)
+        _generate(llm, [97], 1, {"publish": False})
 
 
 def main() -> None:
     """See the module."""
-    model, store = sys.argv[1:]
+    (model,) = sys.argv[1:]
     os.environ.update(_ENV)
     # vLLM collects a dozen times per engine, each time half a second over all that was imported.
     gc.collect = lambda generation=2: 0  # type: ignore[assignment]
@@ -114,7 +195,7 @@ def main() -> None:
     for line in sys.stdin:
         began = time.monotonic()
         engine = json.loads(line)
-        print(json.dumps(run(engine, model, store)), file=answers, flush=True)
+        print(json.dumps(run(engine, model)), file=answers, flush=True)
         print(f"{engine['name']}: {time.monotonic() - began:.1f} s", file=sys.stderr)
 
 

@@ -72,6 +72,15 @@ def test_only_the_connector_imports_vllm(folder: str) -> None:
         assert not any(n.split(".")[0] == "vllm" for n in imported(path)), path
 
 
+def test_the_connector_logs_where_vllm_prints() -> None:
+    """vLLM configures its own tree of loggers only; of any other, INFO is lost and a warning has no
+    time."""
+    found = set()
+    for path in modules("connector"):
+        found |= set(re.findall(r"(?:getLogger|init_logger)\((.*?)\)", path.read_text()))
+    assert found == {'"vllm.backhaul"'}
+
+
 def test_nixl_is_imported_in_one_client_module() -> None:
     users = {
         str(path.relative_to(ROOT))

@@ -94,3 +94,22 @@ def test_a_rank_whose_pages_are_not_as_told_ends_conversions_for_the_engine(
     assert half._presence._member.converts is not other
     assert engine.run(first.history + tokens(3, 2), 3).resumed == (len(first.history) - 1) // B * B
     pair.check_idle()
+
+
+def test_what_every_rank_travels_over_is_shown(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what a rank's next connection does without falls back to 0."""
+    engine = pair.engine(ranks=2, groups=ATTENTION)
+    stores = [worker._worker._store for worker in engine.workers]
+
+    def shown(*transports: tuple[str, ...]) -> dict[str, int]:
+        for store, names in zip(stores, transports, strict=True):
+            monkeypatch.setattr(store, "transports", lambda names=names: names)
+        engine.run(tokens(3 * B + 2, len(engine.finished)), 3)
+        prefix = "transport_ranks|"
+        return {k.removeprefix(prefix): n for k, n in engine.shown.items() if prefix in k}
+
+    assert shown((), ()) == {}
+    assert shown(("cma/memory",), ()) == {"cma/memory": 1}
+    assert shown(("cma/memory",), ("cma/memory", "tcp/lo")) == {"cma/memory": 2, "tcp/lo": 1}
+    assert shown(("rc/x:1",), ("rc/x:1",)) == {"cma/memory": 0, "tcp/lo": 0, "rc/x:1": 2}
+    pair.check_idle()

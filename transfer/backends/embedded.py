@@ -120,7 +120,8 @@ class EmbeddedStore(Store):
         if self._payload is not None:
             raise ValueError("memory is attached already")
         # Agents of one name would be one peer to the daemon.
-        name = f"backhaul-{self._name}-{uuid.uuid4().hex[:12]}"
+        # The part that differs comes first: UCX keeps the beginning only.
+        name = f"backhaul-{uuid.uuid4().hex[:12]}-{self._name}"
         self._payload = Payload(name, regions, self._device_checksum)
         self._keeper.attach(self._payload.agent)
 
@@ -204,6 +205,13 @@ class EmbeddedStore(Store):
         return TransferResult(
             ok=True, nbytes=sum(grant.nbytes for grant in grants), written=written
         )
+
+    def transports(self) -> tuple[str, ...]:
+        """See ``Store``."""
+        peer = self._keeper.connected
+        if self._payload is None or peer is None:
+            return ()
+        return self._payload.agent.lanes(peer)
 
     # -- catalog: publications ----------------------------------------------------------------
 

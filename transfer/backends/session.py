@@ -52,6 +52,11 @@ class SessionKeeper:
             self._agent = agent
 
     @property
+    def connected(self) -> str | None:
+        """NIXL's name of the pool that is loaded into the agent now."""
+        return self._peer
+
+    @property
     def instance_id(self) -> str:
         """Of the daemon that was called last; empty before the first Hello."""
         session = self._session

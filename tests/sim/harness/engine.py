@@ -158,6 +158,7 @@ class SimEngine:
         resolved = self.config.cache_config.get_resolved_kv_cache_layout()
         self.memory = [KvMemory(self.cache, resolved, rank) for rank in range(ranks)]
         self.stop_at: dict[str, int] = {}
+        self.says: dict[str, list[int]] = {}
         self._blocks: dict[tuple[int, int, bytes, int], bytes] = {}
         self._live: dict[str, _Live] = {}
         self._queue: deque[tuple[Any, ModelRunnerOutput | None]] = deque()
@@ -168,6 +169,8 @@ class SimEngine:
         """The connector's counters as vLLM's statistics carry them, ``name|label``."""
         self.observed: Counter[str] = Counter()
         """How often each of its histograms was observed, by the same names."""
+        self.shown: dict[str, int] = {}
+        """The gauges that statistics have carried so far, as /metrics shows them."""
         self.steps = 0
         self._start(ranks, wrap, store is not None)
 
@@ -227,11 +230,13 @@ class SimEngine:
         name: str | None = None,
         handed_over: int | None = None,
         keys: dict[str, Any] | None = None,
+        says: Sequence[int] = (),
     ) -> str:
         """Queue a request that yields ``output`` tokens and then stops, or is cut off.
 
         ``handed_over`` is a last prompt token that a sibling connector is about to drop, ``keys``
-        what vLLM's block hashes cover beside the tokens.
+        what vLLM's block hashes cover beside the tokens. ``says`` are the first tokens that the
+        model yields for this prompt, as long as its cache holds what it should.
         """
         name = name or f"{self.name}-{next(self._sequence)}"
         transfer = dict(params or {})
@@ -252,7 +257,8 @@ class SimEngine:
             block_hasher=self.hasher,
             **(keys or {}),
         )
-        expected = cold_output(prompt, output, stops=stops)
+        self.says[name] = list(says)
+        expected = cold_output(prompt, output, stops=stops, says=says)
         self._live[name] = _Live(list(prompt), expected)
         self.requests[name] = request
         self.scheduler.add_request(request)
@@ -337,6 +343,7 @@ class SimEngine:
         for name, value in stats.get("counters", {}).items():
             assert value >= 0, f"{name} falls by {-value}"
             self.counters[name] += value
+        self.shown.update(stats.get("gauges", {}))
         for name, values in stats.get("observations", {}).items():
             assert all(value >= 0 for value in values), name
             self.observed[name] += len(values)
@@ -348,6 +355,7 @@ class SimEngine:
         )
         self._unchecked.append(one)
         self.stop_at.pop(name, None)
+        self.says.pop(name, None)
 
     def run(self, prompt: Sequence[int], output: int, **keywords: Any) -> Finished:
         """Run one request to its end, and the engine until it is idle."""

@@ -1,6 +1,7 @@
 """Counts reach Prometheus: every name is known, reports add up, gauges are the latest."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -8,7 +9,16 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    REGISTRY,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    generate_latest,
+    values,
+)
+from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 from vllm.config import KVTransferConfig
@@ -80,6 +90,42 @@ def everything(recorder: StatsRecorder) -> dict[str, int]:
     return gauges
 
 
+def test_several_api_servers_show_what_one_would(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM hands each report of each engine to one of them, and any of them answers a scrape with
+    what all have entered: nothing is lost, counted twice, told by process, or falls."""
+    one = CollectorRegistry()
+    alone = metrics(one)
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    servers = []
+    for pid in ("1", "2", "3"):
+        process = values.MultiProcessValue(lambda pid=pid: pid)
+        monkeypatch.setattr(values, "ValueClass", process)
+        servers.append(metrics(CollectorRegistry()))
+    every = CollectorRegistry()
+    MultiProcessCollector(every)
+    engines = {engine: StatsRecorder() for engine in ENGINES}
+    before: dict[Any, float] = {}
+    for step in range(8):
+        for engine, recorder in engines.items():
+            for name, metric in ENGINE.items():
+                labels = next(known_label_values(metric), ("found", "both"))
+                if metric.type is MetricType.COUNTER:
+                    recorder.count(name, *labels, n=step + engine)
+                elif metric.type is MetricType.HISTOGRAM:
+                    recorder.observe(name, step / 2, *labels)
+            report = recorder.report({"pins": step % 3, series("info", "d", "both"): 1})
+            assert report is not None
+            alone.observe(report.data, engine)
+            servers[(step + engine) % len(servers)].observe(report.data, engine)
+        seen = {(x.name, *sorted(x.labels.items())): x.value for x in samples(every)}
+        assert seen == {(x.name, *sorted(x.labels.items())): x.value for x in samples(one)}
+        rising = {key for key in seen if key[0].endswith(("_total", "_count", "_bucket", "_sum"))}
+        assert all(seen[key] >= before.get(key, 0) for key in rising) and before.keys() <= {*seen}
+        before = {key: seen[key] for key in rising}
+
+
 def test_what_is_recorded_is_exposed() -> None:
     registry = CollectorRegistry()
     prom = metrics(registry)
@@ -128,6 +174,18 @@ def test_everything_known_is_0_before_anything_happens() -> None:
     assert all(after[key] == 0 for key in other), "the other engine's numbers stay"
 
 
+def test_engines_one_after_another_in_one_process() -> None:
+    """vLLM clears the process's registry of its own metrics only; ours begin anew as well."""
+    types = {kind: kind for kind in (Counter, Gauge, Histogram)}
+    for _ in range(2):
+        one = BackhaulPromMetrics(Config(), types, LABELS, ENGINES)
+        one.observe({"counters": {series("requests", "decode_end"): 3}}, 1)
+        labels = {"model_name": "m", "engine": "1", "selected": "decode_end"}
+        assert REGISTRY.get_sample_value(f"{ENGINE_PREFIX}requests_total", labels) == 3
+    for metric in one._metrics.values():
+        REGISTRY.unregister(metric)
+
+
 def test_names_follow_the_convention() -> None:
     for name, metric in ENGINE.items():
         assert not name.endswith(("_total", "_ms", "_count", "_sum", "_bucket"))
@@ -147,6 +205,21 @@ def test_nothing_new_is_no_report() -> None:
     assert recorder.report({"pins": 1}) is None
     changed = recorder.report({"pins": 0})
     assert changed is not None and changed.data["gauges"] == {"pins": 0}
+
+
+def test_every_report_has_every_gauge() -> None:
+    """What an API server enters late is put right by the next report, whoever gets that one."""
+    recorder = StatsRecorder()
+    reports = [recorder.report({"pins": n, "open_jobs": 0}) for n in (3, 0)]
+    recorder.count("loads", "decode_end")
+    last = recorder.report({"pins": 0, "open_jobs": 0})
+    assert last is not None and all(reports)
+    registry = CollectorRegistry()
+    prom = metrics(registry)
+    for report in (*reversed(reports), last):
+        prom.observe(report.data, 1)  # type: ignore[union-attr]
+    labels = {"model_name": "m", "engine": "1"}
+    assert registry.get_sample_value(f"{ENGINE_PREFIX}pins", labels) == 0
 
 
 def two_reports() -> tuple[BackhaulStats, BackhaulStats]:

@@ -18,12 +18,12 @@ from backhaul.deploy.diagnosis import (
     check_prompts,
     check_side_by_side,
     check_store,
-    check_transports,
 )
 from backhaul.deploy.domain_rows import differences
 from backhaul.deploy.engine_view import parse_metrics
 from backhaul.deploy.findings import Finding, Level, worst
 from backhaul.deploy.retention import INTERVAL
+from backhaul.deploy.transports import check_engine_transports, check_transports
 from backhaul.protocols.domain import DomainRecord
 from backhaul.protocols.layout import GroupKind
 from backhaul.protocols.policy import Policy
@@ -43,6 +43,9 @@ vllm:request_prompt_tokens_bucket{engine="1",le="500.0",model_name="m"} 0.0
 vllm:request_prompt_tokens_bucket{engine="1",le="+Inf",model_name="m"} 10.0
 # TYPE backhaul:info gauge
 backhaul:info{domain="0123456789abcdef",policy="both"} 1.0
+# TYPE backhaul:transport_ranks gauge
+backhaul:transport_ranks{engine="0",transport="cma/memory"} 2.0
+backhaul:transport_ranks{engine="1",transport="cma/memory"} 1.0
 """
 
 
@@ -190,6 +193,7 @@ def test_every_warning_and_problem_says_what_to_do() -> None:
         check_store(StoreStats(counters={"full_objects": 1})),
         check_transports(ProbeResult((), "gone")),
         check_transports(ProbeResult(("tcp/lo",))),
+        check_engine_transports("engine u", {"tcp/lo": 1}),
         *check_domains([]),
         *check_domains([info(clients=("p:worker",))]),
         *check_domains([info(), info(hash_function="xxhash"), info(hash_probe="01")]),
@@ -265,7 +269,17 @@ def test_hashes_that_differ_are_not_cured_by_what_is_there_already(function: str
     ],
 )
 def test_bytes_over_tcp_alone_are_a_warning(used: tuple[str, ...], level: Level) -> None:
+    """Of the probe, and of an engine."""
     assert check_transports(ProbeResult(used)).level is level
+    gone = {"tcp/gone": 0, "cma/gone": 0}  # of an earlier connection
+    found = check_engine_transports("engine u", {**dict.fromkeys(used, 2), **gone})
+    assert found.level is level and found.check == "engine u: transports"
+    assert all(f"{one} (2 ranks)" in found.says for one in used) and "gone" not in found.says
+
+
+def test_an_engine_that_moved_nothing_yet_is_no_fault() -> None:
+    for ranks in ({}, {"cma/memory": 0}):
+        assert check_engine_transports("engine u", ranks).level is Level.OK
 
 
 def test_ucx_report_of_a_read_is_understood() -> None:
@@ -289,7 +303,7 @@ def test_an_engines_metrics_are_read_and_judged() -> None:
     facts = parse_metrics(METRICS)
     assert facts["prompts"] == {200.0: 6.0, 500.0: 7.0, math.inf: 20.0}
     assert facts["domain"] == "0123456789abcdef" and facts["has_connector"]
-    assert facts["policy"] == "both"
+    assert facts["policy"] == "both" and facts["transports"] == {"cma/memory": 3}
     found = levels(check_engine(EngineView(url="u", **facts), make_record()))
     assert set(found.values()) == {Level.OK}
 

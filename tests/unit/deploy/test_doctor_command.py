@@ -273,6 +273,8 @@ def test_what_an_engine_keeps_and_how_it_fails_reach_the_report(store: RunningSt
     assert levels_of(document, "retention") == ["warning"]
     assert levels_of(document, ": policy") == ["warning"]
     assert levels_of(document, "kv_load_failure_policy") == ["ok"]
+    assert levels_of(document, f"{url}: transports") == ["ok"]
+    assert document["engines"][0]["transports"] == {"cma/memory": 3}
     with engine_at(domain, "fail") as url:
         _, document = doctor(store, f"--engine={url}")
     assert levels_of(document, "retention") == ["ok"] == levels_of(document, ": policy")

@@ -16,6 +16,7 @@ from backhaul.benchmarks.reuse.arms import plan, run_arms, with_settings
 from backhaul.benchmarks.reuse.deployment import Deployment, range_of
 from backhaul.benchmarks.reuse.model_shape import preset
 from backhaul.benchmarks.reuse.record import (
+    RUN_WITH,
     Arm,
     ArmResult,
     PromptEndAt,
@@ -56,7 +57,7 @@ def test_every_arm_is_run_and_written(tmp_path: Path) -> None:
     for result in results:  # the default has both, and absent means that nothing is there
         if isinstance(result, RequestResult) and result.arm.prompt_end is PromptEndAt.ABSENT:
             assert not result.local_tokens
-    assert {arm.arm.prompt_end for arm in arms} == set(PromptEndAt)
+    assert {arm.arm.prompt_end for arm in arms} == set(RUN_WITH)
 
 
 def test_a_trace_is_read_and_u_end_assumed(tmp_path: Path) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import urllib.parse
+from collections.abc import MutableMapping
+from typing import Any
 
 import httpx
 import pytest
@@ -12,6 +15,7 @@ from proxy_kit import CHAT, events, eventually, running
 
 from backhaul.proxy import app
 from backhaul.proxy.fake_engine import Behaviour
+from backhaul.proxy.settings import ProxySettings
 
 COOKIE = Behaviour(status=200, error_body={"data": []}, headers={"set-cookie": "sid=one; Path=/"})
 
@@ -118,3 +122,35 @@ def test_a_stored_stream_that_breaks_cannot_pass_for_complete(
         assert found[0]["type"] == "response.created"
         assert found[-1]["type"] == "error" and words in found[-1]["message"]
         assert "response.completed" not in [event["type"] for event in found]
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("path", ["/v1/messages/count_tokens", "/v1/responses/r/cancel"])
+def test_a_body_that_is_too_long_is_not_kept(path: str, chunked: bool) -> None:
+    with running(body_bytes_max=1000) as setup:
+        assert setup.http.post(path, content=b"x" * 1000).status_code != 413
+        content = (b"x" * 100 for _ in range(20)) if chunked else b"x" * 2000
+        answer = setup.http.post(path, content=content)
+        assert answer.status_code == 413
+        assert "longer than 1000 bytes" in answer.text
+        assert answer.json().get("type") == ("error" if "messages" in path else None)
+
+
+def test_a_client_that_leaves_within_its_query_is_no_fault() -> None:
+    """What the application raises is a traceback in the log."""
+    made = app.make_app(ProxySettings(prefill=("http://p",), decode=("http://d",)))
+    messages = iter([
+        {"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"},
+    ])  # fmt: skip
+
+    async def receive() -> MutableMapping[str, Any]:
+        return next(messages)
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        pass
+
+    scope = {
+        "type": "http", "method": "POST", "path": "/v1/messages/count_tokens", "headers": [],
+        "query_string": b"",
+    }  # fmt: skip
+    asyncio.run(made(scope, receive, send))

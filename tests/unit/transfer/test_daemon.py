@@ -19,6 +19,7 @@ from typing import Any
 
 import grpc
 import httpx
+import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
@@ -157,6 +158,12 @@ def test_the_ready_line_stands_alone_and_says_where_and_what(daemon: Daemon) -> 
     )
 
 
+def test_it_may_open_as_many_files_as_there_may_be(daemon: Daemon) -> None:
+    """Every connection is one."""
+    soft, hard = psutil.Process(daemon.process.pid).rlimit(psutil.RLIMIT_NOFILE)
+    assert soft == hard
+
+
 def test_health_is_serving(channel: grpc.Channel) -> None:
     stub = health_pb2_grpc.HealthStub(channel)
     for service in ("", "backhaul.v1.Catalog"):
@@ -222,14 +229,30 @@ def test_a_second_daemon_on_a_taken_port_refuses(daemon: Daemon, taken: str, fre
 
 
 def test_an_interrupted_daemon_says_so_and_exits_in_order() -> None:
+    """Whoever still listens, waits, or has half asked."""
     daemon = start()
-    with grpc.insecure_channel(daemon.grpc) as channel:
+    host, _, port = daemon.http.rpartition(":")
+    with (
+        grpc.insecure_channel(daemon.grpc) as channel,
+        socket.create_connection((host, int(port))) as half_open,
+    ):
+        half_open.sendall(b"GET /metrics HTTP/1.1\r\nHo")
+        catalog: Any = store_pb2_grpc.CatalogStub(channel)  # type: ignore[no-untyped-call]
+        domain = open_domain(catalog, "interrupted")
+        catalog.Announce(
+            store_pb2.AnnounceRequest(
+                domain_id=domain, boundary=GRID, block_hash=chain("a")[-1], ttl_s=50.0
+            )
+        )
+        waiting = catalog.Lookup.future(
+            store_pb2.LookupRequest(domain_id=domain, boundary_hashes=chain("a"), wait_s=30.0)
+        )
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
         assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
         daemon.process.send_signal(signal.SIGTERM)
         assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
-        watch.cancel()
-    stdout, stderr = daemon.process.communicate(timeout=60)
+        assert waiting.exception(timeout=60).code() is grpc.StatusCode.UNAVAILABLE
+        stdout, stderr = daemon.process.communicate(timeout=60)
     assert (daemon.process.returncode, stdout) == (0, "")
     assert "Traceback" not in stderr and "stopping" in stderr
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from backhaul.protocols.errors import StoreUnavailable
-from backhaul.transfer import nixl_agent
+from backhaul.transfer import nixl_agent, ucx_lanes
 from backhaul.transfer.base import MemoryKind, MemoryRegion
 from backhaul.transfer.nixl_agent import NixlAgent, Operation, Outcome, Post
 
@@ -215,3 +215,62 @@ def test_close_keeps_what_may_still_be_touched(agent: NixlAgent, nixl: FakeNixl)
     assert not ended.unsettled.settled()
     nixl.default = DONE
     assert ended.unsettled.settled()
+
+
+# -- what transfers travel over --------------------------------------------------------------
+
+
+class FakeUcx:
+    """An agent's endpoints: one to itself, and one more per connection."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, nixl: FakeNixl) -> None:
+        self.live = [1]
+        self.asked: list[int] = []
+        self.nixl = nixl
+        monkeypatch.setattr(ucx_lanes, "endpoints", lambda agent: frozenset(self.live))
+        monkeypatch.setattr(ucx_lanes, "lanes", self._lanes)
+        monkeypatch.setattr(nixl, "loadRemoteMD", self._connect)
+
+    def _connect(self, metadata: bytes) -> bytes:
+        self.live.append(len(self.live) + 1)
+        return b"peer"
+
+    def _lanes(self, agent: str, endpoint: int) -> tuple[str, ...]:
+        """Nothing may be in flight: whatever is polled could free the endpoint."""
+        assert sorted(self.nixl.released) == self.nixl.posted
+        self.asked.append(endpoint)
+        return (f"tcp/lo{endpoint}",)
+
+
+@pytest.fixture
+def ucx(monkeypatch: pytest.MonkeyPatch, nixl: FakeNixl) -> FakeUcx:
+    return FakeUcx(monkeypatch, nixl)
+
+
+def test_lanes_are_looked_at_once_per_connection(ucx: FakeUcx, agent: NixlAgent) -> None:
+    """Of the peer's endpoint only: the agent's own to itself may use others."""
+    assert agent.lanes("peer") == ()
+    for _ in range(2):
+        assert run(agent).outcome is Outcome.DONE
+        assert agent.lanes("peer") == ("tcp/lo2",)
+    agent.remove_peer("peer")
+    agent.add_peer("peer", b"metadata")
+    assert agent.lanes("peer") == ()
+    run(agent)
+    assert agent.lanes("peer") == ("tcp/lo3",) and ucx.asked == [2, 3]
+
+
+def test_lanes_wait_until_nothing_else_runs(ucx: FakeUcx, agent: NixlAgent, nixl: FakeNixl) -> None:
+    nixl.status = {2: RUNNING}
+    pending = run(agent, 2)
+    assert pending.outcome is Outcome.TIMEOUT and run(agent, 1).outcome is Outcome.DONE
+    assert ucx.asked == []
+    nixl.status = {}
+    assert pending.unsettled.settled()
+
+    def another(index: int) -> None:
+        assert run(agent, 1).outcome is Outcome.DONE
+        assert ucx.asked == []
+
+    assert run(agent, 1, after=another).outcome is Outcome.DONE
+    assert ucx.asked == [2] and agent.lanes("peer") == ("tcp/lo2",)
