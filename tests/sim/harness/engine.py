@@ -410,7 +410,7 @@ class SimEngine:
                 f"{one.name} ({one.reason}): {one.output} instead of {one.expected}"
             )
 
-    def check_idle(self, seconds: float = 5.0) -> None:
+    def check_idle(self, seconds: float = 60.0) -> None:
         """What must hold, or soon hold, once nothing is left to do."""
         self.check()
         deadline = time.monotonic() + seconds

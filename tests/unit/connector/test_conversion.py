@@ -569,7 +569,7 @@ def test_loads_that_need_no_conversion_do_not_wait_for_those_that_do(
     pool: InProcessPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Conversions take turns; each waits for its turn no longer than a load may take."""
-    one = Rank(pool, 1, 0, transfer_threads=1, load_timeout_s=0.3)
+    one = Rank(pool, 1, 0, transfer_threads=1, load_timeout_s=2.0)
     turn = threading.Event()
 
     def read(lease: LeaseId, *_: Any, **__: Any) -> TransferResult:
@@ -584,7 +584,7 @@ def test_loads_that_need_no_conversion_do_not_wait_for_those_that_do(
     while not ended:
         ended = one.half.drain()[0]
     assert ended == {"3"}
-    time.sleep(0.4)
+    time.sleep(2.1)
     turn.set()
     while len(ended) < len(jobs):
         ended |= one.half.drain()[0]

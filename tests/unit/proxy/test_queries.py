@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from proxy_kit import CHAT, events, eventually, running
+from proxy_kit import CHAT, SLOW, events, eventually, patient, running
 
 from backhaul.proxy import app
 from backhaul.proxy.fake_engine import Behaviour
@@ -44,7 +44,7 @@ def test_a_workers_cookie_reaches_its_client_and_nobody_else(path: str) -> None:
 def _get(url: str, path: str) -> int:
     """Status of a path that no client library has put right."""
     parts = urllib.parse.urlsplit(url)
-    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=20)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=60)
     try:
         connection.request("GET", path)
         return connection.getresponse().status
@@ -85,12 +85,11 @@ def test_a_name_arrives_as_it_was_written() -> None:
 STORED = "/v1/responses/resp-1?stream=true"
 
 
-def test_a_stored_response_is_streamed_as_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stored_response_is_streamed_as_it_comes() -> None:
     """Longer than any other answer may take, and before it has ended."""
-    monkeypatch.setattr(app, "QUERY_TIMEOUT_S", 0.4)
-    with running(decode=2) as setup:
+    with patient(decode=2) as setup:
         setup.decode[0].behave = lambda seen: Behaviour(status=404)
-        setup.decode[1].behave = lambda seen: Behaviour(token_delay_s=0.15)
+        setup.decode[1].behave = setup.silent(SLOW, app.QUERY_TIMEOUT_S + 1)
         answer = setup.http.get(STORED)
         assert answer.headers["content-type"].startswith("text/event-stream")
         assert answer.headers["x-engine"] == "fake"
@@ -106,18 +105,19 @@ def test_a_stored_response_is_streamed_as_it_comes(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    ("behaviour", "words"),
+    ("behaviour", "silence_s", "words"),
     [
-        (Behaviour(die_after=2), "the decode worker failed"),
-        (Behaviour(stall_after=2), "silent for 1 s"),
-        (Behaviour(token_delay_s=0.6), "longer than 2 s"),
+        (Behaviour(die_after=2), 0, "the decode worker failed"),
+        (Behaviour(stall_after=2), 101, "silent for 100 s"),
+        (SLOW, 90, "longer than 250 s"),
     ],
 )
 def test_a_stored_stream_that_breaks_cannot_pass_for_complete(
-    behaviour: Behaviour, words: str
+    behaviour: Behaviour, silence_s: float, words: str
 ) -> None:
-    with running(stall_timeout_s=1.0, request_timeout_s=2.0) as setup:
-        setup.decode[0].behave = lambda seen: behaviour
+    stall_s = 100 if behaviour.stall_after else 10_000  # several silences may count as one
+    with patient(stall_timeout_s=stall_s, request_timeout_s=250) as setup:
+        setup.decode[0].behave = setup.silent(behaviour, silence_s)
         found = [json.loads(event) for event in events(setup.http.get(STORED))]
         assert found[0]["type"] == "response.created"
         assert found[-1]["type"] == "error" and words in found[-1]["message"]
