@@ -305,6 +305,18 @@ def test_a_shared_prefix_is_published_and_used(pair: Pair) -> None:
     pair.check_idle()
 
 
+def test_an_end_that_was_hit_locally_is_published_where_the_store_lacks_it(pair: Pair) -> None:
+    engine = pair.engine()
+    prompt = tokens(3 * B + 1, 1)
+    engine.run(prompt, 1, params={"backhaul": {"publish": False}})
+    engine.check_idle()
+    assert kinds(pair) == []
+    second = engine.run(prompt + tokens(3 * B, 2), 1, u_end=3 * B)
+    assert (second.resumed, second.loaded) == (3 * B, 0)
+    pair.check_idle()
+    assert (3 * B, {CheckpointKind.INPUT_END}) in kinds(pair)
+
+
 def test_the_prompt_is_not_sent_again_when_the_store_has_it(pair: Pair) -> None:
     prefill = pair.engine(name="prefill")
     decode = pair.engine(name="decode", options={"stream_ahead": False})
@@ -352,11 +364,12 @@ def test_no_local_remote_and_deeper_remote_hit_give_the_same_output(
     cold.close()
 
 
-def test_a_loaded_state_serves_the_next_request_locally(pair: Pair) -> None:
+@pytest.mark.parametrize("u_end", [None, 2 * B], ids=["alone", "an end below it"])
+def test_a_loaded_state_serves_the_next_request_locally(pair: Pair, u_end: int | None) -> None:
     decode, prefill = pair.engine(name="decode"), pair.engine(name="prefill")
     first = decode.run(tokens(4 * B + 3, 1), 3 * B)
     deep = (len(first.history) - 1) // B * B
-    assert prefill.run(first.history + tokens(2 * B, 2), 2).loaded == deep
+    assert prefill.run(first.history + tokens(2 * B, 2), 2, u_end=u_end).loaded == deep
     again = prefill.run(first.history + tokens(2 * B, 3), 2)
     assert (again.resumed, again.loaded) == (deep, 0)
     pair.check_idle()

@@ -378,6 +378,18 @@ def test_of_several_domains_the_one_that_reaches_furthest_is_asked(
     ]
 
 
+def test_a_domain_s_deepest_checkpoint_decides_whether_it_is_asked(pool: InProcessPool) -> None:
+    """It also holds one below that of one's own domain, which alone would be nothing to load."""
+    ours = record(4)
+    hold(pool, 4, 2)
+    for blocks in (1, 3):
+        other = hold(pool, 2, blocks)
+    answer = look_up(pool, ours)
+    assert answer.foreign is not None and answer.foreign.record.domain_id == other
+    found = {m.boundary // TOKENS: (m.domain, m.leased) for m in answer.result.matches}
+    assert found == {3: (other, True), 2: ("", True), 1: (other, False)}
+
+
 def test_a_checkpoint_that_several_domains_hold_is_taken_from_one_that_can_be_converted(
     pool: InProcessPool,
 ) -> None:
