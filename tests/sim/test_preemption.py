@@ -8,7 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from harness import HYBRID, SimEngine
+from harness import FULL, HYBRID, Group, SimEngine
 from sim_bench import (
     B,
     Bench,
@@ -24,8 +24,10 @@ from sim_bench import (
     waiting,
 )
 from sim_faults import WRITE_SLOW
-from sim_kit import ASYNC, tokens
+from sim_kit import ASYNC, kinds, tokens
 from vllm.v1.request import RequestStatus
+
+from backhaul.protocols.checkpoint import CheckpointKind
 
 State = Callable[[Bench, SimEngine, list[int]], str]
 LATE = pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
@@ -191,3 +193,27 @@ def test_preemption(bench: Bench, asynchronous: bool, late: bool) -> None:
     preempted = sum(request.num_preemptions for request in engine.requests.values())
     assert preempted, "the pool is too small for all of them"
     bench.check_idle()
+
+
+@ASYNC
+def test_output_computed_again_has_no_end_where_no_chunk_ended(
+    bench: Bench, asynchronous: bool
+) -> None:
+    """The chunk of the reply goes over 3 B, and the kernels export the state at its last hash
+    boundary into the block that would be that of 3 B. So D_end is where the chunk began."""
+    groups = (FULL, Group(layers=2, recurrent=True, exports=True))
+    engine = bench.engine(
+        groups=groups, unit=B // 4, asynchronous=asynchronous, max_requests=2, budget=14
+    )
+    name = engine.submit(tokens(2 * B, 1), 2 * B - 1)
+    request = engine.requests[name]
+    step_until(engine, lambda: request.num_output_tokens >= 13)
+    preempt(engine, name)
+    for block in engine.pool.blocks:  # others took what it had
+        engine.pool._maybe_evict_cached_block(block)
+    computed = {request.num_computed_tokens}
+    while engine.step():
+        computed.add(request.num_computed_tokens)
+    assert 2 * B in computed and computed.isdisjoint(range(2 * B + 1, 3 * B + 5))
+    bench.check_idle()
+    assert kinds(bench.pair)[-1] == (2 * B, {CheckpointKind.DECODE_END})
