@@ -22,7 +22,7 @@ from backhaul.protocols.options import Options
 from backhaul.transfer.base import LookupResult, Store
 from backhaul.transfer.foreign import ConvertibleDomains, Foreign
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.backhaul")
 
 _MARGIN_S = 0.02
 """Of a lookup's time, what is left to hand its answer over."""

@@ -26,7 +26,7 @@ from backhaul.protocols.layout import CacheLayout, GroupKind, block_hash_index, 
 from backhaul.protocols.options import Options
 from backhaul.transfer.entries import HASHES_MAX
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.backhaul")
 
 BlockTable = Sequence[Sequence[int]]
 

@@ -26,7 +26,7 @@ from backhaul.protocols.layout import CacheLayout, GroupKind, GroupLayout
 from backhaul.protocols.sharding import Page
 from backhaul.protocols.work import ModelWork, model_work
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.backhaul")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,7 +38,7 @@ from backhaul.protocols.policy import Matched, choose
 from backhaul.protocols.record import DecodeEndReason
 from backhaul.transfer.base import Store
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.backhaul")
 
 _ANNOUNCE_TTL_S = 5.0
 """A publication that takes longer is not worth waiting for; lookups stop waiting earlier anyway."""

@@ -17,7 +17,7 @@ import msgspec
 
 from backhaul.protocols.record import LoggedRequest
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.backhaul")
 
 _QUEUE_MAX = 4096
 """Records waiting for the disk."""

@@ -540,6 +540,7 @@ class SchedulerHalf:
                 finish=request.status.name,
                 arrived=request.arrival_time,
                 domain=self._facts.domain.domain_id,
+                output_tokens=request.num_output_tokens,
                 grid_tokens=grid,
                 boundary_hashes=tuple(
                     bytes(hashes[i]).hex() for i in range(step - 1, len(hashes), step)

@@ -158,7 +158,10 @@ class BackhaulPromMetrics(KVConnectorPromMetrics):
         for values in per_engine_labelvalues.values():
             for name, metric in ENGINE.items():
                 for known in known_label_values(metric):
-                    self._child(name, values, known)
+                    child = self._child(name, values, known)
+                    if metric.type is MetricType.GAUGE:
+                        # Of several API servers' gauges only those that were set are shown.
+                        child.set(0)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Enter one report. A series that this version does not know is left out."""

@@ -41,7 +41,7 @@ from backhaul.transfer.base import (
     Written,
 )
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.backhaul")
 
 _BUSY_BACKOFF_S = (0.002, 0.1)
 """First and longest pause while another publication writes an object that we need too."""
@@ -154,6 +154,12 @@ class WorkerHalf:
         reports, self._reports = self._reports, []
         told, self._tells_unlike = self._tells_unlike, False
         transports = {self._rank: self._transports} if changed else {}
+        if changed and self._transports:
+            logger.info(
+                "backhaul: rank %d's connection to the store's pool has lanes over %s",
+                self._rank,
+                ", ".join(self._transports),
+            )
         return WorkerReport(reports, cannot_convert=told, transports=transports)
 
     def shutdown(self) -> None:

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from backhaul.benchmarks.reuse.matrix import Matrix, StoreBudget
-from backhaul.benchmarks.reuse.record import NO_POLICY, Budget, PromptEndAt
+from backhaul.benchmarks.reuse.record import NO_POLICY, RUN_WITH, Budget, PromptEndAt
 from backhaul.benchmarks.reuse.workloads import WORKLOADS, Sizes
 from backhaul.deploy.arguments import each, folder_to_write
 from backhaul.deploy.demo_command import default_cache_dir
@@ -70,8 +70,11 @@ def bench(
         Eviction, typer.Option(help="The store's order of eviction.")
     ] = Eviction.LRU,
     prompt_end: Annotated[
-        list[PromptEndAt] | None,
-        typer.Option(help="May be repeated: whether prefill still holds P_end. Default: both."),
+        list[str] | None,
+        typer.Option(
+            metavar="|".join(RUN_WITH),
+            help="May be repeated: whether prefill still holds P_end. Default: both.",
+        ),
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Repeats of every arm.")] = 3,
     conversations: Annotated[
@@ -121,7 +124,7 @@ def bench(
         policies=_known("policy", policy, POLICIES, POLICIES),
         workloads=_known("workload", workload, WORKLOADS, WORKLOADS),
         budgets=tuple(parse_budget(text, eviction) for text in budget or ["unlimited"]),
-        prompt_ends=tuple(dict.fromkeys(prompt_end or PromptEndAt)),
+        prompt_ends=tuple(map(PromptEndAt, _known("prompt-end", prompt_end, RUN_WITH, RUN_WITH))),
         repeats=repeats,
         model=MODEL,
         seed=seed,

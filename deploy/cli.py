@@ -75,7 +75,7 @@ def main() -> None:
         if not sys.argv[1:]:
             error.show()  # the help
         else:
-            _complain(f"{' '.join(error.format_message().split())}; see --help")
+            _complain(f"{_usage_words(error.format_message())}; see --help")
         sys.exit(2)
     except ConfigError as error:
         _complain(str(error))
@@ -108,6 +108,12 @@ def main() -> None:
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """A disk that takes no more is not the command's fault, wherever it shows."""
+
+
+def _usage_words(message: str) -> str:
+    """A usage error of the library's as part of a line: without its full stop and the name of the
+    exception that it was made of."""
+    return " ".join(message.split()).replace(": Value error, ", ": ").rstrip(".")
 
 
 _LONG_WORD = re.compile(r"\S{201,}")

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rich.live import Live
 from rich.table import Table
 
 from backhaul.deploy.arguments import writing
@@ -19,7 +18,7 @@ from backhaul.deploy.console import Console, plain_table
 from backhaul.deploy.conversation import Conversation, filler, load_encoder
 from backhaul.deploy.logs import log_folder
 from backhaul.deploy.pair import Pair, Turn
-from backhaul.deploy.progress import StartProgress
+from backhaul.deploy.progress import StartProgress, say_stopping
 from backhaul.deploy.terminal import format_age
 from backhaul.deploy.tiny_model import TOKEN_IDS, build_tiny_model
 
@@ -111,18 +110,16 @@ def _arm(
     console: Console, model: Path, logs: Path, script: Script | None
 ) -> tuple[Script, list[TurnReport]]:
     progress = StartProgress()
-    if not console.is_terminal:
-        progress.on_line = console.print
     pair = Pair(
         model,
         logs,
         with_backhaul=script is None,
         on_progress=progress.update,
+        on_interrupt=say_stopping,
         engine_env={"VLLM_SERVER_DEV_MODE": "1"},  # for EngineClient.reset_prefix_cache
     )
     with contextlib.ExitStack() as stack:
-        with Live(progress.table(), console=console, refresh_per_second=4) as live:
-            progress.on_change = lambda table: live.update(table)
+        with progress.shown(console):
             stack.enter_context(pair)
         stack.enter_context(pair.naming_failures())
         console.print(f"engines healthy after {time.monotonic() - progress.started:.0f} s")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -192,6 +192,7 @@ class Pair:
     engine_env: Mapping[str, str] = field(default_factory=dict)
     capacity: str = "512MiB"
     on_progress: Progress | None = None
+    on_interrupt: Callable[[], None] | None = None
     cores: tuple[str, str] = ("0", "1")
 
     def __post_init__(self) -> None:
@@ -216,7 +217,9 @@ class Pair:
         services: list[Service] = list(self.engines.values())
         if self.with_backhaul:
             services.insert(0, self.store)
-        self._cluster = Cluster(services, on_progress=self.on_progress)
+        self._cluster = Cluster(
+            services, on_progress=self.on_progress, on_interrupt=self.on_interrupt
+        )
 
     def __enter__(self) -> Self:
         self._cluster.__enter__()

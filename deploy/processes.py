@@ -228,6 +228,9 @@ class Cluster:
     They start side by side; the block is entered once all are healthy. However it is left, by its
     end, an exception, Ctrl-C or SIGTERM, every process is gone afterwards. SIGTERM ends the block
     with ``SystemExit`` (only when it is entered on the main thread, as Python requires).
+
+    ``on_interrupt`` is called where a signal ends it, before the services are stopped, which takes
+    engines some seconds.
     """
 
     def __init__(
@@ -236,6 +239,7 @@ class Cluster:
         *,
         timeout_s: float = 300.0,
         on_progress: Progress | None = None,
+        on_interrupt: Callable[[], None] | None = None,
     ) -> None:
         names = [service.name for service in services]
         if len(set(names)) != len(names):
@@ -243,6 +247,7 @@ class Cluster:
         self.services = list(services)
         self._timeout_s = timeout_s
         self._on_progress = on_progress
+        self._on_interrupt = on_interrupt
         self._previous_handler: signal.Handlers | Callable[..., object] | int | None = None
 
     def __enter__(self) -> Self:
@@ -258,8 +263,8 @@ class Cluster:
                 ]
                 if waiting:
                     time.sleep(POLL_INTERVAL_S)
-        except BaseException:
-            self._stop()
+        except BaseException as error:
+            self._stop(error)
             raise
         return self
 
@@ -269,7 +274,7 @@ class Cluster:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._stop()
+        self._stop(error)
 
     def watch(self) -> None:
         """Block for as long as every service runs. Raises :class:`ServiceError` when one ends, and
@@ -298,7 +303,14 @@ class Cluster:
                 f"{self.services[0].log_path.parent}"
             ) from error
 
-    def _stop(self) -> None:
+    def _stop(self, cause: BaseException | None) -> None:
+        try:
+            if self._on_interrupt and isinstance(cause, KeyboardInterrupt | SystemExit):
+                self._on_interrupt()
+        finally:
+            self._stop_services()
+
+    def _stop_services(self) -> None:
         try:
             stop_all(self.services)
         finally:

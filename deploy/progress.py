@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
+from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from backhaul.deploy.console import Console
+
 LINE_EVERY_S = 15.0
+
+
+def say_stopping() -> None:
+    """For ``Cluster``'s ``on_interrupt``: engines take some seconds to end."""
+    with suppress(OSError):  # whoever read it may have gone, and must not be waited for
+        print("backhaul: stopping ...", file=sys.stderr, flush=True)
 
 
 class StartProgress:
@@ -22,6 +33,17 @@ class StartProgress:
         self.on_line: Callable[[str], Any] = lambda line: None
         self._state: dict[str, tuple[float, bool]] = {}
         self._line_at = self.started + LINE_EVERY_S
+
+    @contextmanager
+    def shown(self, console: Console) -> Iterator[None]:
+        """Show it there for the length of the block, in the way that the console allows."""
+        if not console.is_terminal:
+            self.on_line = console.print
+            yield
+            return
+        with Live(self.table(), console=console, refresh_per_second=4) as live:
+            self.on_change = live.update
+            yield
 
     def update(self, name: str, age_s: float, healthy: bool) -> None:
         """See ``processes.Progress``."""

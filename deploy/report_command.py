@@ -16,7 +16,8 @@ def report(
         typer.Argument(
             metavar="RESULTS...",
             help="JSON lines of `backhaul simulate --output` or of `backhaul bench`; of a folder, "
-            "its results.jsonl.",
+            "its results.jsonl. Or request logs of engines, of both legs: what their clients' "
+            "requests reused.",
             callback=each(file_or_folder),
         ),
     ],
@@ -31,17 +32,22 @@ def report(
 ) -> None:
     """Write a self-contained HTML report and a Markdown one with plots.
 
-    Example: backhaul report results.jsonl --output report
+    Example: backhaul report results.jsonl --output report; of what was served: backhaul report
+    prefill.jsonl decode.jsonl
 
     Exit code 0: written; 2: wrong usage, or there is nothing to read.
     """
     from itertools import chain
 
-    from backhaul.benchmarks.reuse.record import RESULTS, read_results
+    from backhaul.benchmarks.reuse.record import RESULTS, read_files
     from backhaul.benchmarks.reuse.report import build_report, write_report
+    from backhaul.benchmarks.reuse.served import is_request_log, read_logs, served_results
 
     files = [path / RESULTS if path.is_dir() else path for path in results]
-    built = build_report(chain.from_iterable(map(read_results, files)))
+    files = list(dict.fromkeys(files))
+    logs = list(filter(is_request_log, files))
+    lines = read_files(path for path in files if path not in logs)
+    built = build_report(chain(lines, served_results(read_logs(logs))))
     with writing("--output", output):
         written = write_report(built, output)
     for path in written:

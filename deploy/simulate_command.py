@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,21 +18,22 @@ from backhaul.deploy.arguments import (
     each,
     file_or_folder,
     file_to_write,
+    shown,
     some_bytes,
     store_budget,
     writing,
 )
 from backhaul.protocols.errors import ConfigError
 from backhaul.protocols.policy import Policy
-from backhaul.transfer.daemon.settings import format_bytes
 from backhaul.transfer.strategies import Eviction
 
 if TYPE_CHECKING:
     from backhaul.benchmarks.reuse.arms import Limits
     from backhaul.benchmarks.reuse.record import Arm
+    from backhaul.benchmarks.reuse.simulator import Experiment
     from backhaul.benchmarks.reuse.trace import Turn
 
-_PIPE_WIDTH = 200  # a file has no edge
+_PIPE_WIDTH = 200  # a file has no edge, unless COLUMNS says so
 LINE_EVERY_S = 10.0
 """Where standard error is no terminal: how often a long arm says how far it is."""
 
@@ -60,8 +61,7 @@ class LineProgress:
     def begin(self, arm: Arm) -> None:
         """The next arm begins."""
         self._number += 1
-        size = f" {format_bytes(arm.budget_bytes)}" if arm.budget_bytes else ""
-        self._name = f"{arm.policy}, {arm.budget}{size}, {arm.eviction}, P_end {arm.prompt_end}"
+        self._name = f"{arm.policy}, {arm.limit}, {arm.eviction}, P_end {arm.prompt_end}"
         self._began = self._said = self._clock()
 
     def done(self, requests: int, total: int) -> None:
@@ -133,7 +133,8 @@ def simulate(
         list[str] | None,
         typer.Option(
             metavar="SIZE",
-            help="Admitted bytes per prompt token, e.g. 2KiB; may be repeated. Default: no limit.",
+            help="Admitted bytes per prompt token, e.g. 2KiB (shown per 1,000 tokens); may be "
+            "repeated. Default: no limit.",
             callback=each(some_bytes),
         ),
     ] = None,
@@ -165,13 +166,19 @@ def simulate(
             help=f"A size of the workload; may be repeated. Defaults: {_defaults(Sizes())}.",
         ),
     ] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Of a workload, with other seeds.")] = 1,
+    repeats: Annotated[
+        int,
+        typer.Option(
+            min=1, help="Of a workload, with other seeds; the table shows medians over them."
+        ),
+    ] = 1,
     seed: Annotated[int, typer.Option(help="Of the workload.")] = 0,
     output: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Append results as JSON lines, e.g. to results.jsonl. Default: none are written.",
+            help="Append results as JSON lines, e.g. to results.jsonl; a file that has one of "
+            "these arms already is refused. Default: none are written.",
             callback=each(file_to_write),
         ),
     ] = None,
@@ -185,12 +192,16 @@ def simulate(
     if bool(trace) == bool(workload):
         raise ConfigError("give a TRACE, or --workload NAME")
 
+    import os
     from contextlib import ExitStack
+    from functools import partial
 
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
     from backhaul.benchmarks.reuse.arms import (
+        EXPENDABLE,
         Finished,
+        arm_rows,
         arms_table,
         plan,
         policy_named,
@@ -200,7 +211,7 @@ def simulate(
     from backhaul.benchmarks.reuse.deployment import Routing
     from backhaul.benchmarks.reuse.model_shape import preset
     from backhaul.benchmarks.reuse.record import write_results
-    from backhaul.deploy.console import Console
+    from backhaul.deploy.console import Console, narrowed
 
     name = workload or (trace.stem if trace else "")
     shape = preset(model)
@@ -229,6 +240,9 @@ def simulate(
             routings=routings,
             repeat=repeat,
         )
+    arms = list({experiment.arm: experiment for experiment in arms}.values())
+    if output:
+        _check_new([experiment.arm for experiment in arms], output)
 
     console = Console(stderr=True)
     finished: list[Finished] = []
@@ -248,32 +262,55 @@ def simulate(
             )
         )
         every = progress.add_task("arms", total=len(arms))
-        for experiment in arms:
-            turns = workloads[experiment.repeat]
-            task = progress.add_task(experiment.arm.policy, total=len(turns))
-            step, total = max(len(turns) // 200, 1), len(turns)
-            if lines is not None:
-                lines.begin(experiment.arm)
+        for repeat, turns in workloads.items():
+            task, step, total = TaskID(0), max(len(turns) // 200, 1), len(turns)
 
             def told(
-                _: object, done: int, task: TaskID = task, step: int = step, total: int = total
+                experiment: Experiment, done: int, step: int = step, total: int = total
             ) -> None:
-                if done % step == 0:
+                nonlocal task
+                if done == 0:
+                    task = progress.add_task(experiment.arm.policy, total=total)
+                    if lines is not None:
+                        lines.begin(experiment.arm)
+                elif done % step == 0:
                     progress.update(task, completed=done)
                     if lines is not None:
                         lines.done(done, total)
 
-            for one in run_arms([experiment], turns, told):
+            for one in run_arms([arm for arm in arms if arm.repeat == repeat], turns, told):
                 if file is not None:
                     write_results([*one.results, one.arm], file)
                 finished.append(one)
-            if lines is not None:
-                lines.end()
-            progress.remove_task(task)
-            progress.advance(every)
-    Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH).print(
-        arms_table(finished, f"{name}, requests: {len(workloads[0]):,}, {model}")
-    )
+                if lines is not None:
+                    lines.end()
+                progress.remove_task(task)
+                progress.advance(every)
+    edge = sys.stdout.isatty() or os.environ.get("COLUMNS")
+    paper = Console(width=None if edge else _PIPE_WIDTH)
+    title = f"{name}, requests: {len(workloads[0]):,}, {model}"
+    if len(workloads) > 1:
+        title += f"; medians of {len(workloads)} repeats"
+    table, left_out = narrowed(paper, partial(arms_table, arm_rows(finished), title), EXPENDABLE)
+    paper.print(table)
+    if left_out:
+        paper.print(f"Not shown for lack of width: {', '.join(left_out)}")
+
+
+def _check_new(arms: Sequence[Arm], output: Path) -> None:
+    """Raises ``ConfigError`` where a file has one of these arms: `report` could not tell them
+    apart."""
+    from backhaul.benchmarks.reuse.record import ArmResult, read_results
+
+    if not output.is_file():
+        return
+    held = {result.arm for result in read_results(output) if isinstance(result, ArmResult)}
+    twice = [arm for arm in arms if arm in held]
+    if twice:
+        raise ConfigError(
+            f"--output {shown(str(output))} has {len(twice)} of these {len(arms)} arms already, "
+            f"e.g. {twice[0].title}: remove the file, or name another one"
+        )
 
 
 def _say(line: str) -> None:

@@ -67,9 +67,10 @@ class UpPlan:
                 raise ConfigError(f"{getattr(self, role)} {role} engines: give 1 ... {ENGINES_MAX}")
         for option, given in (("--cores", self.cores), ("--gpus", self.gpus)):
             if given and len(given) != self.engines:
+                times = "once" if len(given) == 1 else f"{len(given)} times"
                 raise ConfigError(
-                    f"{option} is given {len(given)} times for {self.engines} engines: give it "
-                    f"once per engine, the {self.prefill} prefill engines first"
+                    f"{option} is given {times} for {self.engines} engines: give it once per "
+                    "engine, prefill first"
                 )
         if self.cores and self.gpus:
             raise ConfigError("--cores and --gpus exclude each other: engines run on one of them")

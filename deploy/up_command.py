@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -207,10 +209,8 @@ def run(console: Console, plan: UpPlan, *, tiny: bool, start_timeout_s: float) -
     ``SystemExit`` at SIGTERM; nothing that was started runs any more then."""
     import contextlib
 
-    from rich.live import Live
-
     from backhaul.deploy.processes import Cluster
-    from backhaul.deploy.progress import StartProgress
+    from backhaul.deploy.progress import StartProgress, say_stopping
     from backhaul.deploy.up import make_services
 
     if tiny:
@@ -220,15 +220,15 @@ def run(console: Console, plan: UpPlan, *, tiny: bool, start_timeout_s: float) -
         plan = dataclasses.replace(plan, model=model)
     services = make_services(plan)
     progress = StartProgress()
-    cluster = Cluster(services.all, timeout_s=start_timeout_s, on_progress=progress.update)
+    cluster = Cluster(
+        services.all,
+        timeout_s=start_timeout_s,
+        on_progress=progress.update,
+        on_interrupt=say_stopping,
+    )
     console.print(f"Model {plan.model}, logs in {plan.log_dir}", soft_wrap=True)
     with contextlib.ExitStack() as stack:
-        if console.is_terminal:
-            with Live(progress.table(), console=console, refresh_per_second=4) as live:
-                progress.on_change = live.update
-                stack.enter_context(cluster)
-        else:
-            progress.on_line = console.print
+        with progress.shown(console):
             stack.enter_context(cluster)
         for line in _lines([(s.name, services.urls[s.name], s.log_path) for s in services.all]):
             console.print(line, soft_wrap=True)
@@ -238,13 +238,33 @@ def run(console: Console, plan: UpPlan, *, tiny: bool, start_timeout_s: float) -
                 f"backhaul doctor --store {services.store.uri}",
                 soft_wrap=True,
             )
+        for line in first_steps(f"{services.proxy.url}/v1", plan.model.name, tiny=tiny):
+            console.print(line, soft_wrap=True)
         console.print(
-            f"Ready after {time.monotonic() - progress.started:.0f} s. "
-            f"export OPENAI_BASE_URL={services.proxy.url}/v1; model {plan.model.name}; "
-            "Ctrl-C stops everything.",
+            f"Ready after {time.monotonic() - progress.started:.0f} s. Ctrl-C stops everything.",
             soft_wrap=True,
         )
         cluster.watch()
+
+
+def first_steps(base_url: str, model: str, *, tiny: bool) -> list[str]:
+    """What to type in another shell."""
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": "Hello"}],
+        "max_tokens": 32,
+    }
+    quoted = shlex.quote(json.dumps(body))
+    lines = [
+        f"export OPENAI_BASE_URL={base_url} OPENAI_API_KEY=none; model {model}",
+        f"curl {base_url}/chat/completions -H 'content-type: application/json' -d {quoted}",
+    ]
+    if tiny:
+        lines.append(
+            "The tiny model writes nonsense and never ends a reply by itself: give max_tokens, or "
+            "a request runs to the end of its context."
+        )
+    return lines
 
 
 def _lines(rows: Sequence[tuple[object, ...]]) -> list[str]:

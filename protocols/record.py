@@ -189,6 +189,7 @@ class LoggedRequest(RequestRecord, frozen=True, kw_only=True):
         arrived: the same, when it arrived; 0: not known.
         finish: vLLM's status.
         domain: id of the engine's cache domain.
+        output_tokens: length of its output.
         grid_tokens: distance of its boundaries, tokens.
         boundary_hashes: hex of the chained hash at every boundary of prompt and output, the first
             at ``grid_tokens``; what a checkpoint there is named by.
@@ -201,6 +202,7 @@ class LoggedRequest(RequestRecord, frozen=True, kw_only=True):
     finish: str
     arrived: float = 0.0
     domain: str = ""
+    output_tokens: int = 0
     grid_tokens: int = 0
     boundary_hashes: tuple[str, ...] = ()
     token_ids: tuple[int, ...] = ()

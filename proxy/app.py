@@ -45,6 +45,11 @@ _PATH_SAFE = "/:@!$&'()*+,;=~"
 """What a path may hold as it is (RFC 3986, ``pchar``); all else goes on percent-encoded."""
 
 
+_ADDRESSES = {"api": "/v1", "models": "/v1/models", "health": "/health", "metrics": "/metrics"}
+"""What ``/`` answers, for whoever opens the proxy's address itself."""
+_NO_SUCH_PATH = "there is no such path: the API is under /v1, the workers' state at /health"
+
+
 def make_app(settings: ProxySettings) -> Starlette:
     """The application; ``app.state.cluster`` is what its requests share."""
     timeout = httpx.Timeout(
@@ -73,13 +78,19 @@ def make_app(settings: ProxySettings) -> Starlette:
             Route("/v1/models/{name:path}", queries.anywhere),
             Route("/v1/responses/{response_id}", queries.stored),
             Route("/v1/responses/{response_id}/cancel", queries.stored, methods=["POST"]),
+            Route("/", queries.addresses),
             Route("/health", queries.health),
             Route("/metrics", queries.metrics),
         ],
+        exception_handlers={404: _no_such_path},
         lifespan=_lifespan(cluster),
     )
     app.state.cluster = cluster
     return app
+
+
+def _no_such_path(request: Request, error: Exception) -> Response:
+    return JSONResponse(error_body(None, 404, _NO_SUCH_PATH, "not_found"), 404)
 
 
 def _no_cookies() -> CookieJar:
@@ -118,33 +129,38 @@ class _Generation:
         self._endpoint = endpoint
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
-        raw = await self._read(receive)
+        requests = self._cluster.metrics.requests
+        limit = self._cluster.settings.body_bytes_max
+        raw = await _read(receive, limit)
         if raw is None:
-            return
-        if len(raw) > self._cluster.settings.body_bytes_max:
-            self._cluster.metrics.requests.labels(self._endpoint, Outcome.REJECTED).inc()
-            limit = self._cluster.settings.body_bytes_max
-            words = f"the body is longer than {limit} bytes"
-            body = error_body(self._endpoint, 413, words, "too_large")
-            await JSONResponse(body, 413)(scope, receive, send)
-            return
-        exchange = Exchange(self._cluster, self._endpoint, raw, scope["headers"], send)
-        await _while_connected(exchange.run(), receive)
+            requests.labels(self._endpoint, Outcome.CLIENT_GONE).inc()
+        elif len(raw) > limit:
+            requests.labels(self._endpoint, Outcome.REJECTED).inc()
+            await _too_large(self._endpoint, limit)(scope, receive, send)
+        else:
+            exchange = Exchange(self._cluster, self._endpoint, raw, scope["headers"], send)
+            await _while_connected(exchange.run(), receive)
 
-    async def _read(self, receive: Receive) -> bytes | None:
-        """The body, at most one message more than is allowed; None where the client left."""
-        parts: list[bytes] = []
-        length = 0
-        while length <= self._cluster.settings.body_bytes_max:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                self._cluster.metrics.requests.labels(self._endpoint, Outcome.CLIENT_GONE).inc()
-                return None
-            parts.append(message.get("body", b""))
-            length += len(parts[-1])
-            if not message.get("more_body", False):
-                break
-        return b"".join(parts)
+
+async def _read(receive: Receive, limit: int) -> bytes | None:
+    """A request's body, at most one message more than ``limit`` bytes; None where the client
+    left."""
+    parts: list[bytes] = []
+    length = 0
+    while length <= limit:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        parts.append(message.get("body", b""))
+        length += len(parts[-1])
+        if not message.get("more_body", False):
+            break
+    return b"".join(parts)
+
+
+def _too_large(endpoint: Endpoint | None, limit: int) -> Response:
+    words = f"the body is longer than {limit} bytes"
+    return JSONResponse(error_body(endpoint, 413, words, "too_large"), 413)
 
 
 async def _while_connected(answering: Coroutine[Any, Any, None], receive: Receive) -> None:
@@ -194,13 +210,18 @@ class _Queries:
     ) -> Response:
         path = _path(request)
         if path is None:
-            return JSONResponse(error_body(None, 404, "there is no such path", "not_found"), 404)
+            return JSONResponse(error_body(None, 404, _NO_SUCH_PATH, "not_found"), 404)
         headers = forwarded_request_headers(request.headers.raw, "")
         headers = [(name, value) for name, value in headers if name != b"x-request-id"]
-        body = await request.body()
+        endpoint = Endpoint.MESSAGES if path.startswith(Endpoint.MESSAGES.path) else None
+        limit = self._cluster.settings.body_bytes_max
+        body = await _read(request.receive, limit)
+        if body is None:
+            return Response(status_code=499)  # nobody reads it
+        if len(body) > limit:
+            return _too_large(endpoint, limit)
         missing: Response | None = None
         words = "there is no decode worker"
-        endpoint = Endpoint.MESSAGES if path.startswith(Endpoint.MESSAGES.path) else None
         for worker in workers:
             try:
                 with anyio.fail_after(QUERY_TIMEOUT_S):
@@ -227,6 +248,10 @@ class _Queries:
         response = Response(answer.body, answer.status)
         response.raw_headers += forwarded_response_headers(answer.headers)
         return response
+
+    async def addresses(self, request: Request) -> Response:
+        """Where everything else is."""
+        return JSONResponse({"backhaul proxy": _ADDRESSES})
 
     async def health(self, request: Request) -> Response:
         """200 while a decode worker is healthy: without prefill, requests are still answered."""

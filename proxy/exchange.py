@@ -346,11 +346,13 @@ class Exchange:
         except TimeoutError:
             message = f"{worker.url} was silent for {stall_s:g} s in a stream"
             raise LegError(LegFault.TIMEOUT, message, delivered=True) from None
+        if rest := splitter.rest():
+            outcome.saw([rest])  # the mark may lack the blank line behind it
         ended = outcome.value()
         if ended is Outcome.BROKEN:
             message = f"{worker.url} ended a stream in the middle"
             raise LegError(LegFault.LOST, message, delivered=True)
-        await self._send_body(splitter.rest(), more=False)
+        await self._send_body(rest, more=False)
         return ended
 
     async def _send_events(

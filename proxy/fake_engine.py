@@ -37,6 +37,7 @@ class Behaviour:
         die_after: close the connection after so many events.
         stall_after: send nothing more after so many events.
         token_delay_s: pause before each token.
+        on_silence: called wherever it hangs, stalls or pauses.
     """
 
     status: int | None = None
@@ -48,6 +49,7 @@ class Behaviour:
     die_after: int | None = None
     stall_after: int | None = None
     token_delay_s: float = 0.0
+    on_silence: Callable[[], None] = lambda: None
 
 
 @dataclass
@@ -140,6 +142,7 @@ class FakeEngine:
     async def _answer(self, seen: Seen, send: Any) -> None:
         behaviour = self.behave(seen)
         if behaviour.hang:
+            behaviour.on_silence()
             await asyncio.Event().wait()
         if behaviour.drop:
             raise _Died
@@ -163,7 +166,9 @@ class FakeEngine:
         elif body.get("stream"):
             await _stream(send, reply, behaviour)
         else:
-            await asyncio.sleep(behaviour.token_delay_s * reply.length)
+            if behaviour.token_delay_s:
+                behaviour.on_silence()
+                await asyncio.sleep(behaviour.token_delay_s * reply.length)
             if behaviour.die_after is not None:
                 raise _Died
             await _respond(send, 200, json.dumps(reply.whole()).encode())
@@ -401,8 +406,10 @@ async def _stream(send: Any, reply: _Reply, behaviour: Behaviour) -> None:
         if number == behaviour.die_after:
             raise _Died
         if number == behaviour.stall_after:
+            behaviour.on_silence()
             await asyncio.Event().wait()
         if behaviour.token_delay_s:
+            behaviour.on_silence()
             await asyncio.sleep(behaviour.token_delay_s)
         await send({"type": "http.response.body", "body": event, "more_body": True})
     await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -22,27 +22,28 @@ FAILURES_UNTIL_UNHEALTHY = 2
 @dataclass(frozen=True)
 class Health:
     """What the checks say about one worker. Workers get requests until a check says otherwise, but
-    are not told to be healthy before one has said so."""
+    are not said to be healthy before one has told so."""
 
     healthy: bool = True
     failures: int = 0
-    checked: bool = False
+    told: bool = False
 
     @property
     def known_healthy(self) -> bool | None:
-        """For people and load balancers; None before the first check."""
-        return self.healthy if self.checked else None
+        """For people and load balancers; None before a check has told."""
+        return self.healthy if self.told else None
 
     def observed(self, *, ok: bool) -> Health:
         """After one more check."""
         if ok:
-            return Health(checked=True)
+            return Health(told=True)
         failures = self.failures + 1
-        return Health(self.healthy and failures < FAILURES_UNTIL_UNHEALTHY, failures, True)
+        healthy = self.healthy and failures < FAILURES_UNTIL_UNHEALTHY
+        return Health(healthy, failures, self.told or not healthy)
 
     def refused(self) -> Health:
         """After a connection was refused: out until a check succeeds."""
-        return replace(self, healthy=False)
+        return replace(self, healthy=False, told=True)
 
 
 class Worker:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from backhaul.benchmarks.reuse.figures import Book, Cell, Context, baseline, contexts
-from backhaul.benchmarks.reuse.record import NO_POLICY, Arm, PromptEndAt
+from backhaul.benchmarks.reuse.record import NO_POLICY, RUN_WITH, Arm, PromptEndAt
 from backhaul.benchmarks.reuse.statistics import Estimate, paired
 from backhaul.protocols.checkpoint import CheckpointKind
 
@@ -69,7 +69,7 @@ def verdicts(book: Book) -> list[Verdict]:
     found = []
     for context in contexts(book):
         base = _without(context)
-        if base is None or base is context.cell:
+        if base is None or base is context.cell or context.cell.is_served:
             continue
         found.append(
             Verdict(
@@ -96,7 +96,7 @@ def missing_counterparts(verdict_list: Iterable[Verdict]) -> list[Arm]:
         key = (verdict.arm.policy, *verdict.arm.setting[:-1])
         by_rest.setdefault(key, set()).add(verdict.arm.prompt_end)
         arms[key] = verdict.arm
-    return [arms[key] for key, seen in by_rest.items() if len(seen) < len(PromptEndAt)]
+    return [arms[key] for key, seen in by_rest.items() if seen < set(RUN_WITH)]
 
 
 def _without(context: Context) -> Cell | None:

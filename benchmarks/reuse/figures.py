@@ -16,6 +16,7 @@ from backhaul.benchmarks.reuse.record import (
     KindResult,
     RequestResult,
     Result,
+    Source,
 )
 from backhaul.benchmarks.reuse.statistics import (
     Estimate,
@@ -86,6 +87,11 @@ class Cell:
         )
 
     @property
+    def is_served(self) -> bool:
+        """Whether these are requests of real clients: times and the store's books are not known."""
+        return self.arm.source is Source.SERVED
+
+    @property
     def continuations(self) -> list[RequestResult]:
         """Requests that continue another one."""
         return [r for r in self.requests if r.relation.continuation]
@@ -124,7 +130,7 @@ def gather(results: Iterable[Result]) -> Book:
     for result in results:
         if isinstance(result, ArmResult):
             if result.arm in arms:
-                raise ConfigError(f"an arm is there twice: {_named(result.arm)}")
+                raise ConfigError(f"an arm is there twice: {result.arm.title}")
             lines = requests.pop(result.arm, [])
             arms[result.arm] = result, lines[max(len(lines) - result.requests, 0) :]
         else:
@@ -137,10 +143,6 @@ def gather(results: Iterable[Result]) -> Book:
         cell.requests += lines
         cell.arms.append(done)
     return book
-
-
-def _named(arm: Arm) -> str:
-    return f"{arm.workload}, {arm.policy}, {arm.budget}, {arm.prompt_end}, repeat {arm.repeat}"
 
 
 def baseline(cells: Mapping[str, Cell]) -> Cell | None:
@@ -215,6 +217,8 @@ def tool_share(context: Context) -> list[Figure]:
     """3: how much of that comes from tool-call continuation."""
     reused = [r for r in context.cell.continuations if _took_decode_end(r)]
     loops = [r for r in context.cell.continuations if r.relation.tool_continuation]
+    if context.cell.is_served:  # Logs do not say what a request continues.
+        return []
     return [
         Figure("of D_end hits", share(reused, lambda r: r.relation.tool_continuation), Unit.SHARE),
         Figure("D_end hits of tool continuations", share(loops, _took_decode_end), Unit.SHARE),
@@ -224,11 +228,12 @@ def tool_share(context: Context) -> list[Figure]:
 def input_end_fallback(context: Context) -> list[Figure]:
     """4: when D_end does not match, how often U_end does."""
     missed = [r for r in context.cell.continuations if r.decode_end in _MISSED]
-    rewritten = [r for r in missed if r.decode_end is EndFate.REWRITTEN]
+    rewritten = list(filter(_was_rewritten, missed))
     return [
         Figure("input_end_fallback_rate", _resumed_at_input_end(context, missed), Unit.SHARE),
         Figure("where rewritten", _resumed_at_input_end(context, rewritten), Unit.SHARE),
         Figure("D_end missed", share(context.cell.continuations, _missed), Unit.SHARE),
+        Figure("of which rewritten", share(missed, _was_rewritten), Unit.SHARE),
     ]
 
 
@@ -303,6 +308,8 @@ def recurrent_bytes(context: Context) -> list[Figure]:
         figures.append(Figure(f"{label} bytes", _exact(one.state_bytes, one.created), Unit.BYTES))
         each = one.state_bytes / one.created if one.created else None
         figures.append(Figure(f"per {label}", _exact(each, one.created), Unit.BYTES))
+    if context.cell.is_served:
+        return []
     total = sum(one.state_bytes for one in kinds.values())
     requests = context.cell.requests
     per_request = total / len(requests) if requests else 0.0
@@ -353,6 +360,8 @@ def second_endpoint(context: Context) -> list[Figure]:
                 Unit.SHARE,
             )
         )
+    if context.cell.is_served:
+        return figures
     evicted = sum(one.evicted for one in context.cell.kinds().values())
     unused = sum(arm.evicted_unused for arm in context.cell.arms)
     refused = sum(arm.refused for arm in context.cell.arms)
@@ -366,24 +375,25 @@ def under_concurrency(context: Context) -> list[Figure]:
     """11: time to first token, throughput, residency."""
     requests = context.cell.requests
     arms = context.cell.arms
+    timed = [] if context.cell.is_served else requests
     tokens: dict[int, int] = {arm.arm.repeat: 0 for arm in arms}
     for r in requests:
         tokens[r.arm.repeat] += r.prompt_tokens
     figures = [
-        Figure("TTFT", mean(requests, _ttft), Unit.SECONDS),
-        Figure("TTFT p50", quantile(requests, _ttft, 0.5), Unit.SECONDS),
-        Figure("TTFT p95", quantile(requests, _ttft, 0.95), Unit.SECONDS),
+        Figure("TTFT", mean(timed, _ttft), Unit.SECONDS),
+        Figure("TTFT p50", quantile(timed, _ttft, 0.5), Unit.SECONDS),
+        Figure("TTFT p95", quantile(timed, _ttft, 0.95), Unit.SECONDS),
         Figure("request throughput", _by_time(arms, lambda a: a.requests), Unit.REQUEST_RATE),
         Figure("input throughput", _by_time(arms, lambda a: tokens[a.arm.repeat]), Unit.RATE),
-        Figure("residency", mean(requests, lambda r: r.residency_s), Unit.SECONDS),
-        Figure("residents", _by_repeat(arms, lambda a: a.residents), Unit.COUNT),
+        Figure("residency", mean(timed, lambda r: r.residency_s), Unit.SECONDS),
+        Figure("residents", _by_repeat(arms if timed else (), lambda a: a.residents), Unit.COUNT),
     ]
     base = baseline(context.cells)
     if base is not None:
         figures.append(
             Figure(
                 f"TTFT against {base.arm.policy}",
-                paired(requests, base.requests, _ttft),
+                paired(timed, base.requests, _ttft),
                 Unit.SECONDS,
             )
         )
@@ -405,6 +415,8 @@ def first_and_steady(context: Context) -> list[Figure]:
 def shared_checkpoints(context: Context) -> list[Figure]:
     """13: how often logical ends share one physical checkpoint."""
     kinds = context.cell.kinds()
+    if context.cell.is_served:
+        return []
     total = KindResult(
         logical=sum(one.logical for one in kinds.values()),
         duplicates=sum(one.duplicates for one in kinds.values()),
@@ -534,6 +546,10 @@ def _took_decode_end(r: RequestResult) -> bool:
 
 def _missed(r: RequestResult) -> bool:
     return r.decode_end in _MISSED
+
+
+def _was_rewritten(r: RequestResult) -> bool:
+    return r.decode_end is EndFate.REWRITTEN
 
 
 def _resumed_at_input_end(context: Context, requests: Iterable[RequestResult]) -> Estimate:

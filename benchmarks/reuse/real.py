@@ -22,7 +22,7 @@ from backhaul.benchmarks.reuse.record import (
     RequestResult,
     Result,
 )
-from backhaul.benchmarks.reuse.relations import Relations, fate, hits_without
+from backhaul.benchmarks.reuse.relations import Relations, judged
 from backhaul.benchmarks.reuse.trace import Span, Turn
 from backhaul.benchmarks.reuse.turn_hints import hints_of
 from backhaul.benchmarks.reuse.waves import waves
@@ -280,42 +280,20 @@ def request_result(
     """One request's line, from what the prefill leg said of itself and of the store."""
     leg = answer.prefill
     said = _record(leg)
-    selected = said.selected
-    boundary = selected.boundary if selected else 0
-    kind = selected.kind if selected else ""
     tokens = said.prompt_tokens or leg.prompt_tokens
     hit = said.local_tokens + said.loaded_tokens
-    without = hits_without(said.candidates, local_tokens=said.local_tokens, selected=boundary)
+    fields = judged(turn, relation, relations, said) | {"prompt_tokens": tokens}
     return RequestResult(
         arm=arm,
-        request=turn.request,
-        conversation=turn.conversation,
-        relation=relation,
-        prompt_tokens=tokens,
         output_tokens=len(answer.decode.tokens),
-        local_tokens=said.local_tokens,
-        loaded_tokens=said.loaded_tokens,
-        other_tokens=said.other_tokens,
-        selected=kind,
-        selected_kinds=selected.kinds if selected else (),
-        selected_boundary=boundary,
-        producer_age=relations.producer_age(turn, kind, boundary) if selected else 0,
-        decode_end=fate(CheckpointKind.DECODE_END, relation, said.candidates, boundary),
-        input_end=fate(CheckpointKind.INPUT_END, relation, said.candidates, boundary),
-        prompt_end=fate(CheckpointKind.PROMPT_END, relation, said.candidates, boundary),
-        without=without,
-        added_flops={kind: shape.prefill_flops(less, hit) for kind, less in without.items()},
-        junction_known=any(
-            c.consumable and CheckpointKind.SHARED_PREFIX in c.kinds for c in said.candidates
-        ),
-        reason=said.reason.value if said.reason else "",
-        forced_splits=len(said.forced_chunk_ends),
+        added_flops={kind: shape.prefill_flops(n, hit) for kind, n in fields["without"].items()},
         saved_flops=shape.prefill_flops(0, hit),
         loaded_flops=shape.prefill_flops(said.local_tokens, hit),
         prefill_flops=shape.prefill_flops(0, tokens),
         arrival_s=arrival_s,
         ttft_s=answer.ttft_s,
         residency_s=end_s - arrival_s,
+        **fields,
     )
 
 

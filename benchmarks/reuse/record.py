@@ -16,6 +16,7 @@ import msgspec
 
 from backhaul.protocols.checkpoint import CheckpointKind
 from backhaul.protocols.errors import ConfigError
+from backhaul.transfer.daemon.settings import format_bytes
 
 RECORD_VERSION = 1
 """Version of the lines' meaning. 1: first version."""
@@ -37,6 +38,8 @@ class Source(enum.StrEnum):
 
     REAL = "real"
     SIMULATED = "simulated"
+    SERVED = "served"
+    """Requests of real clients, from the engines' request logs: no times, and no store's books."""
 
 
 class Budget(enum.StrEnum):
@@ -57,6 +60,12 @@ class PromptEndAt(enum.StrEnum):
     """Sticky routing: P_end lies in that worker's own prefix cache."""
     ABSENT = "absent"
     """Another prefill worker, or one that has evicted it."""
+    MIXED = "mixed"
+    """Requests of real clients: the one or the other."""
+
+
+RUN_WITH = (PromptEndAt.PRESENT, PromptEndAt.ABSENT)
+"""What experiments are run with."""
 
 
 class Arm(msgspec.Struct, frozen=True, kw_only=True, order=True):
@@ -91,6 +100,22 @@ class Arm(msgspec.Struct, frozen=True, kw_only=True, order=True):
             self.budget,
             self.eviction,
             self.prompt_end,
+        )
+
+    @property
+    def limit(self) -> str:
+        """The budget with its size and unit, as people read it."""
+        if not self.budget_bytes:
+            return str(self.budget)
+        per = " per 1,000 tokens" if self.budget is Budget.ADMITTED else ""
+        return f"{self.budget} {format_bytes(self.budget_bytes)}{per}"
+
+    @property
+    def title(self) -> str:
+        """What tells it from others of a model, as people read it."""
+        return (
+            f"{self.workload}, {self.policy}, {self.limit}, {self.eviction}, "
+            f"P_end {self.prompt_end}"
         )
 
 
@@ -286,6 +311,29 @@ def read_results(path: Path) -> Iterator[Result]:
                 yield _result(line, f"{path}:{number}")
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
+
+
+def read_files(paths: Iterable[Path]) -> Iterator[Result]:
+    """The lines of several files. Raises ``ConfigError`` as ``read_results`` does, and where an
+    arm was finished twice: the names of the files, and what to do."""
+    seen: dict[Arm, Path] = {}
+    for path in paths:
+        for result in read_results(path):
+            if isinstance(result, ArmResult):
+                arm = result.arm
+                if arm in seen:
+                    name = f"({arm.title}, repeat {arm.repeat})"
+                    if seen[arm] != path:
+                        raise ConfigError(
+                            f"{path} holds an arm that {seen[arm]} holds too {name}: give only one "
+                            "of these files"
+                        )
+                    raise ConfigError(
+                        f"{path} holds an arm twice {name}: a command was repeated into this file; "
+                        "remove it and run the command once"
+                    )
+                seen[arm] = path
+            yield result
 
 
 def _result(line: bytes, where: str) -> Result:

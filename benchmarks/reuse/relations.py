@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from backhaul.benchmarks.reuse.record import EndFate, Relation
 from backhaul.benchmarks.reuse.trace import Turn, shared_prefix
 from backhaul.protocols.checkpoint import CheckpointKind, Reason
-from backhaul.protocols.record import Candidate
+from backhaul.protocols.record import Candidate, RequestRecord
 
 _ENDS = (CheckpointKind.DECODE_END, CheckpointKind.INPUT_END, CheckpointKind.PROMPT_END)
 
@@ -110,6 +110,36 @@ class Relations:
                 return age
             name = producer.after
         return 0
+
+
+def judged(
+    turn: Turn, relation: Relation, relations: Relations, said: RequestRecord
+) -> dict[str, Any]:
+    """Fields of a request's line, from what its prefill said of itself and of the store: all but
+    arm, output, work and times."""
+    selected = said.selected
+    boundary = selected.boundary if selected else 0
+    kind = selected.kind if selected else ""
+    fates = {end.value: fate(end, relation, said.candidates, boundary) for end in _ENDS}
+    return fates | {
+        "request": turn.request,
+        "conversation": turn.conversation,
+        "relation": relation,
+        "prompt_tokens": said.prompt_tokens,
+        "local_tokens": said.local_tokens,
+        "loaded_tokens": said.loaded_tokens,
+        "other_tokens": said.other_tokens,
+        "selected": kind,
+        "selected_kinds": selected.kinds if selected else (),
+        "selected_boundary": boundary,
+        "producer_age": relations.producer_age(turn, kind, boundary) if selected else 0,
+        "without": hits_without(said.candidates, local_tokens=said.local_tokens, selected=boundary),
+        "junction_known": any(
+            c.consumable and CheckpointKind.SHARED_PREFIX in c.kinds for c in said.candidates
+        ),
+        "reason": said.reason.value if said.reason else "",
+        "forced_splits": len(said.forced_chunk_ends),
+    }
 
 
 def fate(

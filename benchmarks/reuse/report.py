@@ -31,6 +31,7 @@ def build_report(results: Iterable[Result]) -> Report:
     every = contexts(book)
     account = verdicts(book)
     arms = [arm for context in every for arm in context.cell.arms]
+    served = [context for context in every if context.cell.is_served]
     requests = sum(len(context.cell.requests) for context in every)
     sources = sorted({str(arm.arm.source) for arm in arms})
     repeats = sorted({len(context.cell.arms) for context in every})
@@ -41,14 +42,15 @@ def build_report(results: Iterable[Result]) -> Report:
         f"and repeats ({RESAMPLES} resamples). Without brackets there was one conversation "
         "(of throughput and residents: one repeat), or it is a count.",
         "Simulated rows model time and vLLM's own prefix cache and run the product's own "
-        "decisions; real rows were measured.",
+        "decisions; real rows were measured; served rows are what engines logged of their clients' "
+        "requests, without times and without the store's books.",
     )
     return Report(
         title="Which ends are worth keeping",
         summary=summary,
         runs=_runs(every),
         accounting=_accounting(account),
-        remarks=_remarks(account),
+        remarks=_remarks(account, only_served=len(served) == len(every)),
         answers=tuple(Answer(q, _answer(q, every)) for q in QUESTIONS),
         charts=tuple(_charts(every)),
     )
@@ -95,10 +97,7 @@ def _arm_cells(arm: Arm) -> tuple[str, ...]:
 
 def budget_text(arm: Arm) -> str:
     """The budget and, where there is one, its size and the order of eviction."""
-    if not arm.budget_bytes:
-        return str(arm.budget)
-    per = " per 1,000 tokens" if arm.budget == "admitted" else ""
-    return f"{arm.budget} {format_bytes(arm.budget_bytes)}{per}, {arm.eviction}"
+    return f"{arm.limit}, {arm.eviction}" if arm.budget_bytes else arm.limit
 
 
 def _runs(every: Sequence[Context]) -> Table:
@@ -106,11 +105,14 @@ def _runs(every: Sequence[Context]) -> Table:
     rows = []
     for context in every:
         arms = context.cell.arms
+        counts = (str(len(arms)), f"{len(context.cell.requests):,}")
+        if context.cell.is_served:
+            rows.append((*_arm_cells(context.cell.arm), *counts, "-", "-", "-", "-"))
+            continue
         rows.append(
             (
                 *_arm_cells(context.cell.arm),
-                str(len(arms)),
-                f"{len(context.cell.requests):,}",
+                *counts,
                 format_bytes(sum(arm.published_bytes for arm in arms)),
                 format_bytes(sum(arm.loaded_bytes for arm in arms)),
                 format_bytes(max(arm.peak_used_bytes for arm in arms)),
@@ -150,9 +152,11 @@ def _accounting(account: Sequence[Verdict]) -> Table:
     )
 
 
-def _remarks(account: Sequence[Verdict]) -> tuple[str, ...]:
+def _remarks(account: Sequence[Verdict], *, only_served: bool) -> tuple[str, ...]:
     remarks = []
-    if not account:
+    if only_served:
+        remarks.append("Requests of real clients: what they would have been without is not known.")
+    elif not account:
         remarks.append("Nothing to compare with: run `none` or `main_sparse` as well.")
     alone = defaultdict(list)
     for arm in missing_counterparts(account):
@@ -187,6 +191,8 @@ def _charts(every: Sequence[Context]) -> Iterable[Chart]:
         where = f"{arm.workload} ({arm.source}, {budget_text(arm)})"
         title = f"Prompt tokens reused: {where}"
         yield Chart(f"reuse-{number}", title, reuse_chart(title, group))
+        if group[0].cell.is_served:
+            continue
         title = f"Time to first token: {where}"
         yield Chart(f"ttft-{number}", title, ttft_chart(title, group))
 

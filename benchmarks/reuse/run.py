@@ -17,6 +17,7 @@ from backhaul.benchmarks.reuse.workloads import Sizes, workload
 from backhaul.deploy.arguments import writing
 from backhaul.deploy.console import Console
 from backhaul.deploy.pair import Pair
+from backhaul.deploy.progress import say_stopping
 from backhaul.deploy.tiny_model import build_tiny_model
 from backhaul.protocols.errors import ConfigError
 
@@ -64,6 +65,7 @@ def run_matrix(
             directory / "logs",
             options=OPTIONS,
             engine_env={"VLLM_SERVER_DEV_MODE": "1"},
+            on_interrupt=say_stopping,
         )
         with pair, pair.naming_failures():
             real = RealArms(pair, preset(MODEL), concurrency=concurrency)
@@ -94,7 +96,7 @@ def run_arms(
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("", total=len(arms))
         for number, arm in enumerate(arms, 1):
-            title = f"{arm.workload} {arm.policy} {arm.budget} P_end {arm.prompt_end}"
+            title = f"{arm.workload} {arm.policy} {arm.limit} P_end {arm.prompt_end}"
             progress.update(task, description=title)
             if not console.is_terminal:
                 console.print(f"{number}/{len(arms)} {title}, repeat {arm.repeat}")

@@ -25,6 +25,7 @@ from store_contract import (
     running_daemon,
 )
 
+from backhaul.deploy.processes import free_port
 from backhaul.protocols.checkpoint import LeaseId, Reason
 from backhaul.protocols.errors import StoreRejected, StoreUnavailable
 from backhaul.transfer.backends import embedded, rpc
@@ -53,8 +54,8 @@ time.sleep(120)
 
 @pytest.fixture
 def daemon() -> Iterator[Daemon]:
-    """A daemon that the test may hurt."""
-    with running_daemon() as one:
+    """A daemon that the test may hurt, on a port that nobody is given while it is down."""
+    with running_daemon(free_port()) as one:
         yield one
 
 
@@ -186,8 +187,7 @@ def test_transports_are_known_from_the_first_transfer_on(
 
 
 def test_nothing_needs_the_store_at_start() -> None:
-    with running_daemon() as first:
-        port = first.port
+    port = free_port()
     store = open_store(f"backhaul://127.0.0.1:{port}")
     domain = make_domain()
     with pytest.raises(StoreUnavailable):

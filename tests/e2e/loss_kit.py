@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from up_kit import SPELLED, Ends, Template, Turn, Up, ask
 
-from backhaul.benchmarks.reuse.model_shape import preset
-from backhaul.benchmarks.reuse.real import request_result
-from backhaul.benchmarks.reuse.record import Arm, RequestResult
-from backhaul.benchmarks.reuse.relations import Relations
-from backhaul.benchmarks.reuse.trace import Span
-from backhaul.benchmarks.reuse.trace import Turn as TraceTurn
 from backhaul.deploy.pair import Leg
-from backhaul.deploy.pair import Turn as Legs
 from backhaul.deploy.tiny_model import TOKEN_IDS
 
 TOOL = {
@@ -121,35 +114,6 @@ class Resumed:
     ends: Ends
     second: Turn
     again: Callable[..., Turn]
-
-    def lines(self, arm: Arm, relations: Relations, name: str) -> Iterator[RequestResult]:
-        """Both turns as the reuse experiment writes them."""
-        said = (*self.first.input_ids, *self.first.output_ids)
-        pairs = enumerate(zip(said, self.second.input_ids, strict=False))
-        common = next((n for n, (ours, theirs) in pairs if ours != theirs), len(said))
-        opened, whole = len(self.first.input_ids), len(self.second.input_ids)
-        sources = (name, f"{name}: reply")
-        history = (
-            Span(sources[0], 0, min(common, opened)),
-            Span(sources[1], 0, max(common - opened, 0)),
-        )
-        turns = (
-            TraceTurn(
-                request=f"{name}: 0", conversation=name, u_end=len(self.ends.input_end),
-                prompt=(Span(sources[0], 0, opened),),
-                output=(Span(sources[1], 0, len(said) - opened),),
-            ),
-            TraceTurn(
-                request=f"{name}: 1", conversation=name, after=f"{name}: 0",
-                prompt=(*history, Span(f"{name}: more", common, whole)), output=(),
-            ),
-        )  # fmt: skip
-        shape = preset(arm.model)
-        for turn, taken in zip(turns, (self.first, self.second), strict=True):
-            leg = as_leg(taken)
-            legs = Legs(prefill=leg, decode=leg)
-            relation = relations.add(turn)
-            yield request_result(arm, turn, relation, relations, shape, legs, 0.0, 0.0)
 
 
 def as_leg(turn: Turn) -> Leg:

@@ -119,6 +119,8 @@ def run(engine: Mapping[str, Any], model: str) -> dict[str, Any]:
                 assert llm.reset_prefix_cache()
             answers.append(_generate(llm, ask["prompt"], ask["reply"], ask["backhaul"]))
             _settle(llm, half)
+        if engine["hears"]:  # a reply without a path has the engine look for one again, soon
+            time.sleep(1.5)
         domain = half._facts.domain.domain_id
         if engine["stays"]:  # its thread goes on telling the store that the engine is there
             core.scheduler = None
@@ -135,20 +137,21 @@ def run(engine: Mapping[str, Any], model: str) -> dict[str, Any]:
 
 @contextmanager
 def _said() -> Iterator[list[str]]:
-    """What the connector says about publication paths."""
+    """What the connector says about publication paths. Heard by a filter: vLLM takes handlers away
+    where it configures its loggers anew for an engine."""
     lines: list[str] = []
 
-    class Lines(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if "publication path" in record.getMessage():
-                lines.append(record.getMessage())
+    def hear(record: logging.LogRecord) -> bool:
+        if "publication path" in record.getMessage():
+            lines.append(record.getMessage())
+        return True
 
-    handler, logger = Lines(), logging.getLogger("vllm.backhaul")
-    logger.addHandler(handler)
+    logger = logging.getLogger("vllm.backhaul")
+    logger.addFilter(hear)
     try:
         yield lines
     finally:
-        logger.removeHandler(handler)
+        logger.removeFilter(hear)
 
 
 def _generate(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import subprocess
 import sys
 import time
@@ -69,7 +70,7 @@ def test_doctor_sees_one_domain_and_both_engines(pair: Session) -> None:
         assert of_engine["transports"].startswith("its connection to the pool has lanes over ")
         assert of_engine["prefix caching"] == "on"
         assert of_engine["mamba-cache-mode"] == "align"
-        assert "prompts end before" in of_engine["prompt lengths"], "a turn has been served"
+        assert re.search(r"of [1-9]\d* prompts", of_engine["prompt lengths"]), "a turn was served"
         assert of_engine["kv_load_failure_policy"].partition(":")[0] in ("fail", "recompute")
 
 

@@ -21,22 +21,14 @@ import anthropic
 import httpx
 import psutil
 import pytest
-from e2e_kit import COLD_TOLERANCE, B, agree
+from e2e_kit import COLD_TOLERANCE, B, agree, wait_until
 from loss_kit import CASES, TOOL, Resumed, as_leg, lose, template_source
 from openai import OpenAI
 from typer.testing import CliRunner
 from up_kit import MODEL, SPELLED, Ends, Template, Turn, Up, ask, by_token, predicted
 
-from backhaul.benchmarks.reuse.record import (
-    Arm,
-    ArmResult,
-    EndFate,
-    RequestResult,
-    Source,
-    read_results,
-    write_results,
-)
-from backhaul.benchmarks.reuse.relations import Relations
+from backhaul.benchmarks.reuse.record import EndFate, RequestResult
+from backhaul.benchmarks.reuse.served import read_logs, served_results
 from backhaul.deploy.cli import app
 from backhaul.deploy.pair import Leg
 
@@ -56,6 +48,8 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     command = [sys.executable, "-m", "backhaul.deploy.cli", "up", "--listen", "127.0.0.1:0"]
     command += ["--store-listen", "127.0.0.1:0", "--store-http", "127.0.0.1:0"]
     command += ["--log-dir", str(logs), "--proxy-arg=--prefill-timeout=25"]
+    request_log = logs / "requests.jsonl"
+    command += [f"--connector-option=request_log={request_log}"]
     # A busy machine.
     command += ["--connector-option=lookup_timeout_s=5", "--connector-option=publication_wait_s=2"]
     command += [
@@ -80,7 +74,7 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
         found = re.search(r"OPENAI_BASE_URL=(http://\S+)/v1", said)
         model = re.search(r"Model (\S+), logs in", said)
         assert found and model and set(engines) == {"prefill-0", "decode-0"}, said
-        yield Up(found[1], engines, Path(model[1]))
+        yield Up(found[1], engines, Path(model[1]), request_log)
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=60) == 128 + signal.SIGTERM
         assert not [child for child in children if _runs(child)]
@@ -231,28 +225,50 @@ def test_what_is_lost_when_a_reply_is_written_again(
         assert agree(as_leg(turns.second), as_leg(cold), COLD_TOLERANCE)
 
 
-def test_what_was_lost_is_in_the_report(resumed: Callable[[str], Resumed], tmp_path: Path) -> None:
-    """Two of these dialogues, one of which came back as it was said."""
-    results, report = tmp_path / "results.jsonl", tmp_path / "report"
-    relations = Relations(B, handed_tokens=1)
-    arm = Arm(source=Source.REAL, workload="clients", policy="both", model=MODEL)
-    with results.open("wb") as file:
-        for name in ("booleans", "booleans as JSON"):
-            write_results(resumed(name).lines(arm, relations, name), file)
-        write_results([ArmResult(arm=arm, seconds=1.0, requests=4)], file)
-    lines = [line for line in read_results(results) if isinstance(line, RequestResult)]
-    lost, kept = [line for line in lines if line.relation.continuation]
-    assert (lost.decode_end, lost.input_end) == (EndFate.REWRITTEN, EndFate.SELECTED)
-    assert (kept.decode_end, kept.selected) == (EndFate.SELECTED, "decode_end")
-    said = CliRunner().invoke(app, ["report", str(results), "--output", str(report)])
+PAIRS = (
+    ("booleans", "booleans as JSON"),
+    ("JSON spacing", "JSON as the template"),
+    ("trimmed white space", "nothing to trim"),
+    ("renamed call ids", "call ids kept"),
+    ("token spelled in bytes", "token as itself"),
+    ("no end token", "nothing to trim"),
+)
+
+
+@pytest.mark.parametrize(("lost", "kept"), PAIRS, ids=[lost for lost, _ in PAIRS])
+def test_what_was_lost_is_in_the_report(
+    up: Up, resumed: Callable[[str], Resumed], lost: str, kept: str, tmp_path: Path
+) -> None:
+    """Two dialogues as the engines logged them, one of which came back as it was said."""
+    dialogues = [resumed(name) for name in (lost, kept)]
+    ids = [turn.request_id.encode() for one in dialogues for turn in (one.first, one.second)]
+    log, report = tmp_path / "requests.jsonl", tmp_path / "report"
+
+    def logged() -> int:
+        lines = up.request_log.read_bytes().splitlines(keepends=True)
+        mine = [line for line in lines if any(name in line for name in ids)]
+        log.write_bytes(b"".join(mine))
+        return len(mine)
+
+    wait_until(lambda: logged() == 8, "both legs of four requests are logged")
+    lines = [line for line in served_results(read_logs([log])) if isinstance(line, RequestResult)]
+    by_id = {name: line for name in ids for line in lines if name.decode() in line.request}
+    of_lost, of_kept = by_id[ids[1]], by_id[ids[3]]
+    assert of_lost.relation.continuation == of_kept.relation.continuation == 1
+    cut = lost == "no end token"
+    gone = EndFate.NOT_KEPT if cut else EndFate.REWRITTEN
+    assert (of_lost.decode_end, of_lost.input_end) == (gone, EndFate.SELECTED)
+    assert (of_kept.decode_end, of_kept.selected) == (EndFate.SELECTED, "decode_end")
+    said = CliRunner().invoke(app, ["report", str(log), "--output", str(report)])
     assert said.exit_code == 0, said.output
     page = (report / "report.md").read_text()
     table = re.search(r"^(\|.*input_end_fallback_rate.*)\n.*\n(.*)$", page, re.MULTILINE)
     assert table is not None
-    heads, row = table.groups()
-    answers = dict(zip(heads.split("|"), row.split("|"), strict=True))
-    assert answers[" input_end_fallback_rate "] == answers[" where rewritten "] == " 100.0% "
-    assert answers[" D_end missed "].startswith(" 50.0%")
+    heads, row = ([cell.strip() for cell in line.split("|")] for line in table.groups())
+    answers = dict(zip(heads, row, strict=True))
+    assert answers["input_end_fallback_rate"] == "100.0%"
+    assert answers["D_end missed"].startswith("50.0%")
+    assert answers["of which rewritten"] == ("0.0%" if cut else "100.0%")
 
 
 @pytest.mark.parametrize(

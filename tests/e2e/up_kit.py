@@ -31,6 +31,7 @@ class Up:
     url: str
     engines: dict[str, str]
     model: Path
+    request_log: Path
     _clients: dict[str, EngineClient] = field(default_factory=dict)
 
     @property
@@ -73,6 +74,7 @@ class Turn:
     """
 
     message: dict[str, Any]
+    request_id: str
     handover: str
     record: dict[str, Any]
     prompt: int
@@ -122,6 +124,7 @@ def ask(up: Up, messages: Sequence[Any], *, stream: bool = False, **more: Any) -
     usage = parts.pop("usage")
     details = usage.prompt_tokens_details
     return Turn(
+        request_id=raw.headers["x-request-id"],
         handover=raw.headers["x-backhaul-handover"],
         record=json.loads(raw.headers.get("x-backhaul-prefill", "{}")),
         prompt=usage.prompt_tokens,

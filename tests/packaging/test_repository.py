@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
 import backhaul
+from backhaul.deploy.cli import app
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -72,6 +75,15 @@ def test_only_the_connector_imports_vllm(folder: str) -> None:
         assert not any(n.split(".")[0] == "vllm" for n in imported(path)), path
 
 
+def test_the_connector_logs_where_vllm_prints() -> None:
+    """vLLM configures its own tree of loggers only; of any other, INFO is lost and a warning has no
+    time."""
+    found = set()
+    for path in modules("connector"):
+        found |= set(re.findall(r"(?:getLogger|init_logger)\((.*?)\)", path.read_text()))
+    assert found == {'"vllm.backhaul"'}
+
+
 def test_nixl_is_imported_in_one_client_module() -> None:
     users = {
         str(path.relative_to(ROOT))
@@ -106,3 +118,42 @@ def test_test_modules_have_names_of_their_own() -> None:
         if path.name != "conftest.py" and not (path.parent / "__init__.py").exists()
     ]
     assert sorted(set(names)) == sorted(names)
+
+
+def test_the_demos_help_before_the_set_up_names_its_options() -> None:
+    done = subprocess.run(
+        [ROOT / "scripts" / "demo", "--help"], capture_output=True, text=True, check=True,
+        env={"PATH": "/usr/bin:/bin", "BACKHAUL_VENV": "/nowhere"},
+    )  # fmt: skip
+    options = {
+        name
+        for parameter in get_command(app).commands["demo"].params  # type: ignore[attr-defined]
+        for name in parameter.opts
+    }
+    assert options - {"--help"} == set(re.findall(r"--[a-z-]+", done.stdout))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("", ""),
+        ("tests/unit", "--no-tools"),
+        ("tests/unit/proxy tests/e2e/test_resume.py -x", "--no-tools"),
+        ("-k lookup", ""),
+        ("tests/unit tests/browser", ""),
+        ("tests/prometheus/test_scrape.py", ""),
+        ("tests", ""),
+    ],
+)
+def test_only_tests_that_need_them_install_a_browser_and_prometheus(
+    tmp_path: Path, arguments: str, expected: str
+) -> None:
+    scripts = tmp_path / "scripts"
+    scripts.mkdir()
+    (scripts / "test").write_text((ROOT / "scripts" / "test").read_text())
+    (scripts / "setup").write_text('#!/bin/sh\necho "set up: $*"\nexit 9\n')
+    (scripts / "setup").chmod(0o755)
+    done = subprocess.run(
+        ["sh", scripts / "test", *arguments.split()], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout.strip()) == (9, f"set up: {expected}".strip())

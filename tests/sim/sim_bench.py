@@ -14,7 +14,12 @@ from vllm.v1.request import RequestStatus
 B = BLOCK
 
 # A busy machine must not look like a slow store.
-PATIENT = {"publication_wait_s": 0.01, "load_timeout_s": 10.0, "publish_timeout_s": 10.0}
+PATIENT = {
+    "publication_wait_s": 0.01,
+    "load_timeout_s": 60.0,
+    "publish_timeout_s": 60.0,
+    "lease_s": 200.0,
+}
 
 
 class Bench:
@@ -43,7 +48,7 @@ class Bench:
         self.pair.check_idle()
 
 
-def step_until(engine: SimEngine, condition: Callable[[], bool], seconds: float = 10.0) -> None:
+def step_until(engine: SimEngine, condition: Callable[[], bool], seconds: float = 60.0) -> None:
     """Step until something is so."""
     deadline = time.monotonic() + seconds
     while not condition():

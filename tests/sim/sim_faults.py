@@ -76,6 +76,11 @@ class Faults:
         """End what is slow now."""
         self._go_on.set()
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether ``go_on`` was called."""
+        return self._go_on.is_set()
+
     def strikes(self, name: str) -> bool:
         """Whether a fault happens now."""
         rate = self.rates.get(name, 0.0)
@@ -129,11 +134,12 @@ class _StillWriting:
 class _Settling:
     """A write that was given up; it only reads memory."""
 
-    def __init__(self, seconds: float) -> None:
-        self._end = time.monotonic() + seconds
+    def __init__(self, faults: Faults) -> None:
+        self._faults = faults
+        self._end = time.monotonic() + faults.slow_s
 
     def settled(self) -> bool:
-        return time.monotonic() > self._end
+        return self._faults.goes_on or time.monotonic() > self._end
 
 
 class FaultyStore(Store):
@@ -203,7 +209,7 @@ class FaultyStore(Store):
             self._faults.slow_down()
         if self._faults.strikes("write_unsettled"):
             return TransferResult(
-                ok=False, reason=Reason.TIMEOUT, unsettled=_Settling(self._faults.slow_s)
+                ok=False, reason=Reason.TIMEOUT, unsettled=_Settling(self._faults)
             )
         generations = {item.grant.token & 1023 for item in items}
         if generations != {self._where.generation}:

@@ -9,7 +9,8 @@ import re
 import select
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
 import pytest
 from harness import Pair
@@ -52,3 +53,10 @@ def daemon(*options: str) -> Iterator[str]:
         process.wait(timeout=30)
         if process.stdout is not None:
             process.stdout.close()
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)

@@ -61,12 +61,15 @@ class Prefix:
         return self.digests[length]
 
 
-def cold_output(prompt: Sequence[int], count: int, *, stops: bool) -> list[int]:
+def cold_output(
+    prompt: Sequence[int], count: int, *, stops: bool, says: Sequence[int] = ()
+) -> list[int]:
     """What a request yields without any cache: ``count`` tokens, the last one ``STOP_TOKEN`` if
-    it ``stops``."""
+    it ``stops``, the first ones what the model ``says``."""
     prefix, output = Prefix(prompt), []
     for i in range(count):
-        token = STOP_TOKEN if stops and i == count - 1 else draw(prefix[len(prefix)])
+        drawn = says[i] if i < len(says) else draw(prefix[len(prefix)])
+        token = STOP_TOKEN if stops and i == count - 1 else drawn
         output.append(token)
         prefix.extend([token])
     return output

@@ -6,13 +6,12 @@ Where the engines' kinds are known, by option or by a sibling's role, it is said
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from harness import BLOCK, Pair, SimEngine, new_uri
-from sim_kit import kinds, tokens
+from sim_kit import eventually, kinds, tokens
 
 from backhaul.connector import connector, presence
 from backhaul.protocols.checkpoint import CheckpointKind
@@ -54,13 +53,6 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
     one = Pair(new_uri())
     yield one
     one.close()
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def knows(engine: SimEngine, state: presence.PathState) -> None:

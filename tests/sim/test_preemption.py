@@ -56,7 +56,7 @@ def resumed_after_a_load(bench: Bench, engine: SimEngine, history: list[int]) ->
 def hold_writes(bench: Bench) -> None:
     """Until the faults go on."""
     bench.always(WRITE_SLOW)
-    bench.faults.slow_s = 20.0
+    bench.faults.slow_s = 600.0
 
 
 def publishing_the_input_end(bench: Bench, engine: SimEngine, history: list[int]) -> str:

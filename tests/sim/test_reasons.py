@@ -324,7 +324,7 @@ def no_room_for_pins(pair: Pair) -> dict[str, float]:
 
 def nobody_who_loads(pair: Pair) -> dict[str, float]:
     engine = pair.engine(name="decode", role="kv_producer", options={"no_path": "disable"})
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while engine.backhaul._half._presence._known.state.value == "unknown":
         assert time.monotonic() < deadline
         time.sleep(0.01)

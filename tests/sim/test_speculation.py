@@ -158,11 +158,12 @@ def test_a_boundary_that_one_step_ends_at_and_the_next_one_passes(
     prefill = pair.engine(name="prefill", **keywords)
     decode.random = Accepts(drafts, (first, second))
     done = decode.run(prompt, 1 + (first + 1) + (second + 1))
-    committed = len(done.history) - 1
     assert decode.runner.accepted_drafts == first + second
-    end = committed // B * B
+    reached = {5 * B, len(prompt) + (first + 1) + (1 + drafts)}
+    end = (len(done.history) - 1) // B * B
     again = prefill.run(done.history + tokens(5, 7), 4)
-    assert again.resumed in (end, (len(prompt) - 1) // B * B)
+    # vLLM has no block for a state between where the two steps end; then the prompt's end is left.
+    assert again.resumed == (end if end in reached else (len(prompt) - 1) // B * B)
     pair.check_idle()
 
 

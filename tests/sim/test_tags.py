@@ -172,7 +172,7 @@ def test_a_failed_load_is_said_of_its_checkpoint(asynchronous: bool) -> None:
     ("fault", "reason"), [("lookup_raises", "unreachable"), ("lookup_slow", "timeout")]
 )
 def test_a_store_that_does_not_answer_leaves_a_reason(fault: str, reason: str) -> None:
-    faults = Faults({fault: 1.0}, 1, slow_s=20.0)
+    faults = Faults({fault: 1.0}, 1, slow_s=600.0)
     where = Restartable(new_uri())
     pair = Pair(where.uri)
     engine = pair.engine(

@@ -59,6 +59,24 @@ def test_the_model_depends_on_every_token() -> None:
 # -- D_end ------------------------------------------------------------------------------------
 
 
+@ASYNC
+@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("groups", [HYBRID, MIXED], ids=["hybrid", "mixed"])
+def test_a_running_request_holds_its_latest_end_only(
+    pair: Pair, groups: tuple[Any, ...], drafts: int, asynchronous: bool
+) -> None:
+    engine = pair.engine(groups=groups, drafts=drafts, asynchronous=asynchronous)
+    name = engine.submit(tokens(B + 3, 1), 8 * B)
+    tracked = engine.backhaul._half._requests[name]
+    most = 0
+    while engine.step():
+        assert sum(pin.confirmed for pin in tracked.pins.values()) <= 1
+        most = max(most, engine.gauges()["pins"])
+    # Beside it, those that the steps in flight may reach.
+    assert 1 < most <= 3
+    pair.check_idle()
+
+
 @pytest.fixture(scope="module", params=["sync", "async", "late"])
 def engines(request: pytest.FixtureRequest) -> Iterator[tuple[Pair, SimEngine, SimEngine]]:
     pair = Pair(new_uri())

@@ -10,7 +10,7 @@ from collections.abc import Callable
 LOG_INTERVAL_S = 10.0
 """One line per so long; the next one says how many came in between."""
 
-_FROM_OUTSIDE = ("asyncio", "uvicorn.error")
+_FROM_OUTSIDE = ("asyncio", "uvicorn.error", "grpc._cython.cygrpc")
 """Loggers of what serves connections: a line per malformed request, and a traceback per connection
 for which no file is left."""
 _KINDS_MAX = 64

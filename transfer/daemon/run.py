@@ -35,6 +35,8 @@ MESSAGE_BYTES_MAX = 64 << 20
 and Locate carry several times that. gRPC's own limit of 4 MiB would be too low."""
 EXPIRE_INTERVAL_S = 0.5
 """How late, at most, space of something that ran out is freed while nobody calls."""
+CUT_SHORT_S = 1.0
+"""How long calls may take to end that a stop cut short; they have nothing to wait for."""
 QUARANTINE_S = 10.0
 """How long the space of a publication that ran out is not reused: longer than any transfer that
 its writer may have had in flight when it stalled. Checksums catch what is later still."""
@@ -77,7 +79,7 @@ async def serve(settings: DaemonSettings, announce: Callable[[str], None]) -> No
         catalog = Catalog(index, pool, http_address=str(http_address))
         status = _add_services(server, catalog)
         await server.start()
-        stack.push_async_callback(server.stop, settings.grace_s)
+        stack.push_async_callback(_stop, server, settings.grace_s)
         for name in ("", _SERVICE):
             await status.set(name, health_pb2.HealthCheckResponse.SERVING)
         address = Address(settings.listen.host, port)
@@ -133,6 +135,14 @@ def _add_services(server: grpc.aio.Server, catalog: Catalog) -> Any:
     names = (_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
     reflection.enable_server_reflection(names, server)
     return status
+
+
+async def _stop(server: grpc.aio.Server, grace_s: float) -> None:
+    await server.stop(grace_s)
+    # What was cut short is being told so. If the loop ended first, gRPC would print a traceback of
+    # every call.
+    if others := asyncio.all_tasks() - {asyncio.current_task()}:
+        await asyncio.wait(others, timeout=CUT_SHORT_S)
 
 
 async def _expire(catalog: Catalog) -> None:

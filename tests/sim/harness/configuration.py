@@ -131,7 +131,7 @@ def transfer_config(
 ) -> KVTransferConfig:
     """What ``--kv-transfer-config`` would say; the arguments are those of :class:`SimEngine`."""
     # A busy machine must not look like a slow store.
-    extra = {"store": store, "stream_min_bytes": 1, "lookup_timeout_s": 5.0, **options}
+    extra = {"store": store, "stream_min_bytes": 1, "lookup_timeout_s": 60.0, **options}
     return KVTransferConfig(
         kv_role=role,
         engine_id=f"{name}-{next(_names)}",

@@ -158,6 +158,7 @@ class SimEngine:
         resolved = self.config.cache_config.get_resolved_kv_cache_layout()
         self.memory = [KvMemory(self.cache, resolved, rank) for rank in range(ranks)]
         self.stop_at: dict[str, int] = {}
+        self.says: dict[str, list[int]] = {}
         self._blocks: dict[tuple[int, int, bytes, int], bytes] = {}
         self._live: dict[str, _Live] = {}
         self._queue: deque[tuple[Any, ModelRunnerOutput | None]] = deque()
@@ -229,11 +230,13 @@ class SimEngine:
         name: str | None = None,
         handed_over: int | None = None,
         keys: dict[str, Any] | None = None,
+        says: Sequence[int] = (),
     ) -> str:
         """Queue a request that yields ``output`` tokens and then stops, or is cut off.
 
         ``handed_over`` is a last prompt token that a sibling connector is about to drop, ``keys``
-        what vLLM's block hashes cover beside the tokens.
+        what vLLM's block hashes cover beside the tokens. ``says`` are the first tokens that the
+        model yields for this prompt, as long as its cache holds what it should.
         """
         name = name or f"{self.name}-{next(self._sequence)}"
         transfer = dict(params or {})
@@ -254,7 +257,8 @@ class SimEngine:
             block_hasher=self.hasher,
             **(keys or {}),
         )
-        expected = cold_output(prompt, output, stops=stops)
+        self.says[name] = list(says)
+        expected = cold_output(prompt, output, stops=stops, says=says)
         self._live[name] = _Live(list(prompt), expected)
         self.requests[name] = request
         self.scheduler.add_request(request)
@@ -351,6 +355,7 @@ class SimEngine:
         )
         self._unchecked.append(one)
         self.stop_at.pop(name, None)
+        self.says.pop(name, None)
 
     def run(self, prompt: Sequence[int], output: int, **keywords: Any) -> Finished:
         """Run one request to its end, and the engine until it is idle."""
@@ -405,7 +410,7 @@ class SimEngine:
                 f"{one.name} ({one.reason}): {one.output} instead of {one.expected}"
             )
 
-    def check_idle(self, seconds: float = 5.0) -> None:
+    def check_idle(self, seconds: float = 60.0) -> None:
         """What must hold, or soon hold, once nothing is left to do."""
         self.check()
         deadline = time.monotonic() + seconds

@@ -280,9 +280,7 @@ class SimRunner:
                 for other in chains[1:]:
                     found = other[position - query.start - 1]
                     digest = digest if found == digest else disturb(digest, found)
-                produced = position - request.prompt_tokens
-                stops = produced + 1 == request.stop_at
-                sampled.append(STOP_TOKEN if stops else draw(digest))
+                sampled.append(self._next(name, request, position, digest))
                 if i < len(drafts) and drafts[i] != sampled[-1]:
                     break
             self.accepted_drafts += len(sampled) - 1
@@ -294,6 +292,14 @@ class SimRunner:
             self._postprocess(name, query, max(len(sampled), 1))
             request.drafts = self._propose(request) if sampled else []
         return sampled
+
+    def _next(self, name: str, request: _RunnerRequest, position: int, digest: bytes) -> int:
+        produced = position - request.prompt_tokens
+        if produced + 1 == request.stop_at:
+            return STOP_TOKEN
+        says = self._engine.says.get(name, [])
+        right = produced < len(says) and digest == request.prefix[position]
+        return says[produced] if right else draw(digest)
 
     def _postprocess(self, name: str, query: _Query, accepted: int) -> None:
         """``mamba_utils.postprocess_mamba_fused_kernel``: put the state of the deepest accepted

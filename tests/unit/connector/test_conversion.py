@@ -21,6 +21,7 @@ pytest.importorskip("vllm")
 import torch
 
 from backhaul.connector.catalog import Catalog
+from backhaul.connector.conversion import unlike_groups
 from backhaul.connector.messages import (
     BlockRef,
     LoadJob,
@@ -240,10 +241,10 @@ def look_up(pool: InProcessPool, ours: DomainRecord, **options: Any) -> Any:
         catalog.close()
 
 
-def load(rank: Rank, answer: Any) -> TransferResult:
+def load(rank: Rank, answer: Any, seconds: float = 60.0) -> TransferResult:
     assert answer.foreign is not None
     job = LoadJob(2, "r", answer.foreign.lease, BLOCK_REFS, answer.foreign.record)
-    return rank.half._convert(job, until=time.monotonic() + 60)
+    return rank.half._convert(job, until=time.monotonic() + seconds)
 
 
 @pytest.mark.parametrize(
@@ -465,6 +466,30 @@ def test_a_worker_whose_layers_differ_converts_nothing_and_says_so_once(
     one.half.shutdown()
 
 
+def test_copies_on_other_ranks_are_other_pages() -> None:
+    own = record(2).layout
+    groups = (msgspec.structs.replace(own.groups[0], copies=2), *own.groups[1:])
+    assert unlike_groups(own, own) == []
+    assert unlike_groups(own, msgspec.structs.replace(own, groups=groups)) == [0]
+
+
+@pytest.mark.parametrize("published", [Size(2)], indirect=True)
+def test_a_conversion_takes_no_longer_than_is_left_to_it(
+    pool: InProcessPool, published: Size, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, given = Rank(pool, 1, 0), []
+    answer = look_up(pool, record(1))
+
+    def read(*_: Any, timeout_s: float, **__: Any) -> TransferResult:
+        given.append(timeout_s)
+        return TransferResult(ok=True)
+
+    monkeypatch.setattr(one.half._store, "read", read)
+    assert load(one, answer, seconds=7.0).ok
+    assert given and all(timeout_s <= 7.0 for timeout_s in given)
+    one.half.shutdown()
+
+
 @pytest.mark.parametrize("published", [Size(2)], indirect=True)
 def test_once_a_worker_cannot_convert_nothing_of_other_domains_is_offered(
     pool: InProcessPool, published: Size
@@ -544,7 +569,7 @@ def test_loads_that_need_no_conversion_do_not_wait_for_those_that_do(
     pool: InProcessPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Conversions take turns; each waits for its turn no longer than a load may take."""
-    one = Rank(pool, 1, 0, transfer_threads=1, load_timeout_s=0.3)
+    one = Rank(pool, 1, 0, transfer_threads=1, load_timeout_s=2.0)
     turn = threading.Event()
 
     def read(lease: LeaseId, *_: Any, **__: Any) -> TransferResult:
@@ -559,7 +584,7 @@ def test_loads_that_need_no_conversion_do_not_wait_for_those_that_do(
     while not ended:
         ended = one.half.drain()[0]
     assert ended == {"3"}
-    time.sleep(0.4)
+    time.sleep(2.1)
     turn.set()
     while len(ended) < len(jobs):
         ended |= one.half.drain()[0]

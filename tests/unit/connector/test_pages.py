@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,7 +37,12 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from backhaul.connector.pages import describe_page, head_counts, with_kernel_blocks
+from backhaul.connector.pages import (
+    describe_page,
+    head_counts,
+    is_replicated,
+    with_kernel_blocks,
+)
 from backhaul.protocols.sharding import Page, Part, Rows, conversion, convert, page_bytes
 
 RANKS = (1, 2, 4, 8)
@@ -359,6 +364,13 @@ def test_what_vllm_declares_a_single_shard_lies_on_every_rank() -> None:
     assert (
         describe(spec, 4) == describe(spec, 1) == (Rows(1, (Part(1, spec.real_page_size_bytes),)),)
     )
+
+
+def test_a_state_that_vllm_declares_replicated_lies_on_every_rank() -> None:
+    model = STATES["short convolution"]
+    spec = replace(model.spec(1), tp_replicated=True)
+    assert is_replicated(spec) and not is_replicated(model.spec(1))
+    assert describe(spec, 4) == (Rows(1, (Part(1, spec.real_page_size_bytes),)),)
 
 
 @pytest.mark.parametrize(("total", "drafted"), [(2, 4), (4, 2), (2, 8), (8, 2)])

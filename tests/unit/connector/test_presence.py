@@ -114,7 +114,7 @@ class Answers:
 
     def wait(self, times: int) -> None:
         with self._changed:
-            assert self._changed.wait_for(lambda: len(self.asked) >= times, timeout=10)
+            assert self._changed.wait_for(lambda: len(self.asked) >= times, timeout=60)
 
 
 @contextmanager
@@ -137,7 +137,7 @@ def running(
 
 def eventually(condition: Callable[[], bool]) -> None:
     pause = threading.Event()
-    for _ in range(1000):
+    for _ in range(6000):
         if condition():
             return
         pause.wait(0.01)

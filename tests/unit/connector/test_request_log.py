@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from backhaul.connector import request_log
 from backhaul.connector.request_log import RequestLog, memory_bytes
 from backhaul.protocols.record import LoggedRequest
 
@@ -28,7 +28,7 @@ def ids(path: Path) -> list[str]:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.001)
@@ -94,15 +94,16 @@ def test_a_file_that_was_taken_away_is_made_anew(path: Path, how: str) -> None:
 
 
 def test_a_file_that_cannot_be_written_costs_the_records_only(
-    path: Path, caplog: pytest.LogCaptureFixture
+    path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(request_log.logger, "warning", lambda line, *_: said.append(line))
     missing = path.parent / "later" / "requests.jsonl"
     one = Counted(missing)
-    with caplog.at_level(logging.WARNING):
-        one.write(0)
-        one.write(1)
+    one.write(0)
+    one.write(1)
     assert (one.written, one.dropped) == (0, 2)
-    assert len([r for r in caplog.records if "request log" in r.message]) == 1, "said once"
+    assert len([line for line in said if "request log" in line]) == 1, "said once"
     missing.parent.mkdir()
     one.write(2)
     one.log.close()
@@ -116,13 +117,13 @@ def test_a_disk_that_hangs_delays_nobody(path: Path, monkeypatch: pytest.MonkeyP
 
     def hanging(self: RequestLog, records: list[LoggedRequest]) -> None:
         begun.set()
-        assert go_on.wait(10)
+        assert go_on.wait(60)
         append(self, records)
 
     monkeypatch.setattr(RequestLog, "_append", hanging)
     one = Counted(path, queue_max=4)
     one.log.write(record(0))
-    assert begun.wait(10)
+    assert begun.wait(60)
     for n in range(1, 10):
         one.log.write(record(n))
     assert one.counts() == (0, 5), "four wait, five are dropped"
@@ -140,14 +141,14 @@ def test_records_that_wait_take_a_bounded_amount_of_memory(
 
     def hanging(self: RequestLog, records: list[LoggedRequest]) -> None:
         begun.set()
-        assert go_on.wait(10)
+        assert go_on.wait(60)
         append(self, records)
 
     monkeypatch.setattr(RequestLog, "_append", hanging)
     long = msgspec.structs.replace(record(1), token_ids=tuple(range(1000)))
     one = Counted(path, bytes_max=3 * memory_bytes(long))
     one.log.write(long)
-    assert begun.wait(10)
+    assert begun.wait(60)
     for _ in range(5):
         one.log.write(long)
     assert one.counts() == (0, 3), "the one being written and two more fit"

@@ -1,6 +1,7 @@
 """Counts reach Prometheus: every name is known, reports add up, gauges are the latest."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,7 +16,9 @@ from prometheus_client import (
     Gauge,
     Histogram,
     generate_latest,
+    values,
 )
+from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 from vllm.config import KVTransferConfig
@@ -85,6 +88,42 @@ def everything(recorder: StatsRecorder) -> dict[str, int]:
                 gauges[series(name, *labels)] = 3
     gauges[series("info", "0123456789abcdef", "both")] = 1
     return gauges
+
+
+def test_several_api_servers_show_what_one_would(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM hands each report of each engine to one of them, and any of them answers a scrape with
+    what all have entered: nothing is lost, counted twice, told by process, or falls."""
+    one = CollectorRegistry()
+    alone = metrics(one)
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    servers = []
+    for pid in ("1", "2", "3"):
+        process = values.MultiProcessValue(lambda pid=pid: pid)
+        monkeypatch.setattr(values, "ValueClass", process)
+        servers.append(metrics(CollectorRegistry()))
+    every = CollectorRegistry()
+    MultiProcessCollector(every)
+    engines = {engine: StatsRecorder() for engine in ENGINES}
+    before: dict[Any, float] = {}
+    for step in range(8):
+        for engine, recorder in engines.items():
+            for name, metric in ENGINE.items():
+                labels = next(known_label_values(metric), ("found", "both"))
+                if metric.type is MetricType.COUNTER:
+                    recorder.count(name, *labels, n=step + engine)
+                elif metric.type is MetricType.HISTOGRAM:
+                    recorder.observe(name, step / 2, *labels)
+            report = recorder.report({"pins": step % 3, series("info", "d", "both"): 1})
+            assert report is not None
+            alone.observe(report.data, engine)
+            servers[(step + engine) % len(servers)].observe(report.data, engine)
+        seen = {(x.name, *sorted(x.labels.items())): x.value for x in samples(every)}
+        assert seen == {(x.name, *sorted(x.labels.items())): x.value for x in samples(one)}
+        rising = {key for key in seen if key[0].endswith(("_total", "_count", "_bucket", "_sum"))}
+        assert all(seen[key] >= before.get(key, 0) for key in rising) and before.keys() <= {*seen}
+        before = {key: seen[key] for key in rising}
 
 
 def test_what_is_recorded_is_exposed() -> None:

@@ -308,3 +308,22 @@ def test_good_paths_pass(tmp_path: Path) -> None:
     arguments.file_to_write("--x", str(tmp_path / "config.json"))
     arguments.folder_to_write("--x", str(tmp_path / "new" / "deeper"))
     arguments.file_to_read("--x", str(tmp_path / "config.json"))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("report",), "Missing argument 'RESULTS...'; see --help"),
+        (("ab",), "Missing option '--a'; see --help"),
+        (("nothing",), "No such command 'nothing'; see --help"),
+        (("simulate", "--policy"), "Option '--policy' requires an argument; see --help"),
+        (("checkpoints", "--kind=x"), "Invalid value for '--kind': 'x' is not one of"),
+        (("bench", "x", "y"), "Invalid value for 'EXPERIMENT': 'x' is not one of 'reuse'; see"),
+    ],
+)
+def test_the_librarys_own_errors_read_like_ours(
+    run: Run, words: tuple[str, ...], said: str
+) -> None:
+    line = refused(run, *words)
+    assert line.startswith(f"backhaul: error: {said}"), line
+    assert ".;" not in line and "Value error" not in line

@@ -83,7 +83,14 @@ def test_interrupted_late_it_leaves_nothing(tmp_path: Path, model: Path, demos: 
     demo.process.send_signal(signal.SIGINT)
     assert demo.wait_end() == 130
     assert list(demo.tmp.iterdir()) == []
-    assert "Traceback" not in demo.text()
+    said = demo.text()
+    assert "Traceback" not in said
+    assert said.endswith(
+        "backhaul: stopping ...\nbackhaul: interrupted; every engine was stopped\n"
+    )
+    # Not on a terminal everything has a line of its own.
+    for line in ("  decode ready after", "engines healthy after", "  turn 1 "):
+        assert re.search(rf"^{line}", said, re.MULTILINE), said
 
 
 def test_an_engine_that_fails_meanwhile_is_named(

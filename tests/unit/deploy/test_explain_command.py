@@ -16,11 +16,11 @@ from index_kit import GRID, Driver, chain, make_record
 from store_kit import RunningStore, backhaul, running_store
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from backhaul.deploy import prompts
 from backhaul.deploy.explain_command import as_document
 from backhaul.deploy.explanation import Explanation
 from backhaul.deploy.processes import free_port
 from backhaul.deploy.prompt_lookup import Subject, make_reader
-from backhaul.deploy.prompts import hash_prompt
 from backhaul.deploy.request_lines import RequestLine
 from backhaul.protocols.layout import CacheLayout, GroupKind, GroupLayout
 from backhaul.protocols.record import Candidate, InputEnd, InputEndOutcome, LoggedRequest
@@ -28,6 +28,8 @@ from backhaul.transfer.base import DomainInfo
 from backhaul.transfer.listing import ListQuery
 
 WORDS = ["[UNK]", *"abcdefghijklmnopqrstuvwxyz"]
+HASH_PROMPT = prompts.hash_prompt
+HASHED: dict[tuple[Any, ...], prompts.Hashes] = {}
 FIELDS = st.sampled_from([*LoggedRequest.__struct_fields__, *Candidate.__struct_fields__])
 
 
@@ -46,6 +48,19 @@ def model(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.fixture(autouse=True)
+def hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each prompt in one process that imports vLLM, which takes a minute on a busy machine."""
+
+    def hash_once(tokens: Sequence[int], *more: Any) -> prompts.Hashes:
+        key = (tuple(tokens), *more)
+        if key not in HASHED:
+            HASHED[key] = HASH_PROMPT(tokens, *more)
+        return HASHED[key]
+
+    monkeypatch.setattr(prompts, "hash_prompt", hash_once)
+
+
 def text_file(folder: Path, name: str, words: str) -> str:
     (folder / name).write_text(" ".join(words))
     return str(folder / name)
@@ -54,7 +69,7 @@ def text_file(folder: Path, name: str, words: str) -> str:
 def test_a_rewritten_history_is_explained_to_the_token(store: RunningStore, model: Path) -> None:
     history = "abcdefghijkl"
     tokens = [WORDS.index(word) for word in history]
-    hashed = hash_prompt(tokens, "sha256", GRID)
+    hashed = prompts.hash_prompt(tokens, "sha256", GRID)
     assert len(hashed.hashes) == len(history) // GRID
     domain = store.open("explained", "decode-0:worker", hash_probe=hashed.probe)
     store.publish_hashes(domain, list(hashed.hashes[:1]), "input_end", name="u")

@@ -54,6 +54,22 @@ def test_where_nothing_can_be_written(tmp_path: Path, lines: list[Any], folder: 
     assert (code, out) == (2, "") and "cannot be written" in err and err.count("\n") == 1
 
 
+def test_an_arm_that_is_there_twice_is_named_with_its_file(
+    tmp_path: Path, lines: list[Any]
+) -> None:
+    once = write(tmp_path / "once.jsonl", lines)
+    other = write(tmp_path / "other.jsonl", lines)
+    twice = write(tmp_path / "twice.jsonl", lines * 2)
+    target = f"--output={tmp_path / 'report'}"
+    assert backhaul("report", str(once), str(once), target)[0] == 0
+    code, out, err = backhaul("report", str(twice), target)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert f"{twice} holds an arm twice (full_replay, " in err and "remove it" in err
+    code, out, err = backhaul("report", str(once), str(other), target)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert f"{other} holds an arm that {once} holds too" in err and "only one of these" in err
+
+
 ODD = st.sampled_from(
     [-1, 0, 1, 2**40, -0.5, 1e-3, 1e30, float("nan"), float("inf"), True, None, "", "[/]", "\x00",
      "\ud800", "|", [], {}, "real", "both"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from backhaul.benchmarks.reuse.arms import plan, run_arms, with_settings
+from backhaul.benchmarks.reuse.arms import (
+    Finished,
+    Limits,
+    arm_rows,
+    plan,
+    run_arms,
+    with_settings,
+)
 from backhaul.benchmarks.reuse.deployment import Deployment, range_of
 from backhaul.benchmarks.reuse.model_shape import preset
 from backhaul.benchmarks.reuse.record import (
+    RUN_WITH,
     Arm,
     ArmResult,
     PromptEndAt,
@@ -24,6 +33,7 @@ from backhaul.benchmarks.reuse.record import (
     read_results,
     write_results,
 )
+from backhaul.benchmarks.reuse.simulator import Experiment
 from backhaul.benchmarks.reuse.workloads import Sizes, workload
 from backhaul.deploy.cli import app
 from backhaul.deploy.simulate_command import LineProgress
@@ -31,6 +41,12 @@ from backhaul.protocols.errors import ConfigError
 from backhaul.protocols.policy import Policy
 
 SMALL = ["--size", "conversations=2", "--size", "turns=2", "--model", "tiny-hybrid"]
+
+
+@pytest.fixture(autouse=True)
+def no_edge(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever runs the tests may have a narrow terminal."""
+    monkeypatch.delenv("COLUMNS", raising=False)
 
 
 def simulate(*args: str) -> str:
@@ -52,11 +68,77 @@ def test_every_arm_is_run_and_written(tmp_path: Path) -> None:
     arms = [r for r in results if isinstance(r, ArmResult)]
     assert len(arms) == 2 * 2 * 2 * 2 == len({arm.arm for arm in arms})
     assert sum(isinstance(r, RequestResult) for r in results) == 16 * 4
-    assert printed.count("both") == 8
+    assert printed.count("both") == 4, "a row per arm, whatever the repeats"
+    assert "medians of 2 repeats" in printed
     for result in results:  # the default has both, and absent means that nothing is there
         if isinstance(result, RequestResult) and result.arm.prompt_end is PromptEndAt.ABSENT:
             assert not result.local_tokens
-    assert {arm.arm.prompt_end for arm in arms} == set(PromptEndAt)
+    assert {arm.arm.prompt_end for arm in arms} == set(RUN_WITH)
+
+
+def test_engines_without_backhaul_are_run_once_and_stand_in_every_setting() -> None:
+    turns = workload("full_replay", Sizes(conversations=2, turns=2))
+    budgets = [Limits(), Limits(capacity=1 << 30), Limits(admit_per_token=8192)]
+    begun: list[Arm] = []
+    ran: set[Arm] = set()
+
+    def told(experiment: Experiment, done: int) -> None:
+        if done == 0:
+            begun.append(experiment.arm)
+        else:
+            ran.add(experiment.arm)
+
+    arms = plan(
+        "w", preset("tiny-hybrid"), Deployment(), policies=[None, Policy.BOTH], budgets=budgets
+    )
+    finished = list(run_arms(arms, turns, told))
+    policies = [arm.policy for arm in ran]
+    assert (policies.count("none"), policies.count("both")) == (2, 6), "once per routing"
+    assert begun == [arm.arm for arm in arms]
+    assert [one.arm.arm for one in finished] == [arm.arm for arm in arms]
+    for one in finished:
+        assert {result.arm for result in one.results} == {one.arm.arm}
+    assert [arm.policy for arm in arm_rows(finished)].count("none") == 2
+
+
+@given(st.lists(st.floats(0.1, 1e6), min_size=1, max_size=7))
+def test_a_row_is_the_median_over_repeats(seconds: list[float]) -> None:
+    finished = []
+    for repeat, one in enumerate(seconds):
+        arm = Arm(source=Source.SIMULATED, workload="w", policy="both", repeat=repeat)
+        result = RequestResult(arm=arm, request="r", prompt_tokens=100, ttft_s=one)
+        finished.append(Finished([result], ArmResult(arm=arm, seconds=one, requests=1), 0.0))
+    ((_, row),) = arm_rows(finished).items()
+    assert row.ttft_s == statistics.median(seconds)
+    assert row.input_rate == pytest.approx(statistics.median(100 / one for one in seconds))
+
+
+def test_a_repeated_command_is_refused_before_it_writes(tmp_path: Path) -> None:
+    output = tmp_path / "results.jsonl"
+    args = ["--workload", "full_replay", *SMALL, "--policy", "both", "--output", str(output)]
+    simulate(*args)
+    before = output.read_bytes()
+    with pytest.raises(
+        ConfigError, match=r"has 1 of these 3 arms already, e\.g\. full_replay, both"
+    ):
+        simulate(*args, "--capacity", "1GiB", "--capacity", "0", "--routing", "forget",
+                 "--capacity", "2GiB")  # fmt: skip
+    assert output.read_bytes() == before
+    simulate(*args, "--capacity", "1GiB")
+    simulate(*args, "--policy", "none", "--policy", "none", "--capacity", "2GiB")
+    arms = [r.arm for r in read_results(output) if isinstance(r, ArmResult)]
+    assert len(arms) == len(set(arms)) == 8
+
+
+@pytest.mark.parametrize("columns", [60, 80, 160])
+def test_a_pipe_is_as_wide_as_it_is_told(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    args = ["--workload", "full_replay", *SMALL, "--policy", "both", "--admit-per-token", "8KiB"]
+    lines = simulate(*args).splitlines()
+    assert max(map(len, lines)) <= columns
+    said = " ".join(" ".join(lines).split())
+    assert ("Not shown for lack of width: CPU" in said) == (columns < 160)
+    assert columns < 160 or "admitted 7.8 MiB per 1,000 tokens" in said
 
 
 def test_a_trace_is_read_and_u_end_assumed(tmp_path: Path) -> None:
@@ -144,7 +226,15 @@ def test_a_long_arm_says_now_and_then_how_far_it_is() -> None:
         (("--workload", "mixed", "--model", "x"), "unknown model 'x'"),
         (("--workload", "mixed", "--routing", "x"), "unknown routing 'x'"),
         (("--workload", "mixed", "--size", "turns"), "--size 'turns': write NAME=VALUE"),
-        (("--workload", "mixed", "--size", "turns=x"), "--size: Expected `int`"),
+        (
+            ("--workload", "mixed", "--size", "turns=x"),
+            "'turns=x': give a whole number, e.g. turns",
+        ),
+        (
+            ("--workload", "mixed", "--size", "arrival_s=x"),
+            "'arrival_s=x': give a number, e.g. arr",
+        ),
+        (("--workload", "mixed", "--cluster", "routing=x"), "'routing=x': invalid enum value 'x'"),
         (("--workload", "mixed", "--cluster", "decode_slots=0"), "decode_slots is 0"),
         (("--workload", "mixed", "--capacity", "1"), "--capacity is 1 bytes: at least 1 MiB"),
         (("--workload", "mixed", "--admit-per-token", "0"), "--admit-per-token is '0'"),

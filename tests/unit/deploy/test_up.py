@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,6 +18,7 @@ import httpx
 import psutil
 import pytest
 
+from backhaul.deploy import up_command
 from backhaul.deploy.arguments import option_pair
 from backhaul.deploy.engines import Engine, EngineSpec
 from backhaul.deploy.processes import free_port
@@ -57,6 +60,17 @@ def test_what_a_plan_starts(tmp_path: Path) -> None:
     assert '"cpu"' in config
 
 
+def test_engines_are_called_by_their_names_and_anew_at_every_start(tmp_path: Path) -> None:
+    services = make_services(plan(tmp_path, decode=2))
+    started = [engine for engine in (*services.prefill, *services.decode) for _ in range(2)]
+    ids = []
+    for engine in started:
+        (config,) = (a for a in engine.command() if a.startswith("--kv-transfer-config="))
+        ids.append(json.loads(config.partition("=")[2])["engine_id"])
+        assert ids[-1].startswith(f"{engine.name}-")
+    assert len(set(ids)) == len(ids)
+
+
 def test_every_engine_has_a_core_of_its_own_while_there_are_enough(tmp_path: Path) -> None:
     engines = len(os.sched_getaffinity(0))
     services = make_services(plan(tmp_path, prefill=engines))
@@ -88,7 +102,7 @@ def test_engines_on_cores_are_started_as_before(tmp_path: Path) -> None:
     [
         ({"prefill": 0}, "0 prefill engines"),
         ({"decode": 65}, "65 decode engines"),
-        ({"cores": ("0",)}, "once per engine"),
+        ({"cores": ("0",)}, "--cores is given once for 2 engines: give it once per engine"),
         ({"gpus": ("0", "1", "2")}, "3 times for 2 engines"),
         ({"cores": ("0", "1"), "gpus": ("0", "1")}, "exclude each other"),
         ({"first_engine_port": 65_535}, "65535 ... 65536 are not all ports"),
@@ -203,8 +217,16 @@ def test_it_stops_everything(tmp_path: Path, ups: list[Up], reason: str) -> None
     ups.append(up := Up(tmp_path, "--model", model(tmp_path, "m"), "--no-backhaul", *own))
     up.wait_ready()
     if reason == "sigterm":
+        base = f"http://127.0.0.1:{up.port}/v1"
+        assert f"export OPENAI_BASE_URL={base} OPENAI_API_KEY=none; model m" in up.text()
+        (line,) = re.findall("^curl .*", up.text(), re.MULTILINE)
+        assert "max_tokens" in line and "tiny model" not in up.text()
+        words = shlex.split(line)
+        answer = httpx.post(words[1], content=words[-1], headers=[words[3].split(": ")])
+        assert answer.json()["choices"]
         up.process.terminate()
         assert up.wait_end() == 143
+        assert "backhaul: stopping ..." in up.text()
         assert (tmp_path / "mine" / "proxy.log").is_file() and not list(up.tmp.iterdir())
         return
     next(p for p in up.seen.values() if "backhaul.proxy.fake_engine" in p.cmdline()).kill()
@@ -295,3 +317,9 @@ def test_an_option_is_json_or_text() -> None:
     for wrong in ("policy", "=auto", ""):
         with pytest.raises(ConfigError, match="NAME=VALUE"):
             option_pair("--connector-option", wrong)
+
+
+def test_of_the_tiny_model_it_is_said_that_it_does_not_stop() -> None:
+    said = up_command.first_steps("http://h:1/v1", "tiny-hybrid", tiny=True)
+    assert "never ends a reply by itself: give max_tokens" in said[-1]
+    assert len(said) == len(up_command.first_steps("http://h:1/v1", "m", tiny=False)) + 1

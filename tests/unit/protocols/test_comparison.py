@@ -23,7 +23,7 @@ from backhaul.protocols.comparison import (
 from backhaul.protocols.domain import DomainRecord
 from backhaul.protocols.layout import CacheLayout, GroupKind, GroupLayout
 from backhaul.protocols.sharding import Part, Rows, page_bytes
-from backhaul.protocols.stages import most_layers
+from backhaul.protocols.stages import most_layers, portions, stages_fit
 
 GROUPS = tuple(
     GroupLayout(
@@ -263,6 +263,7 @@ def test_ranks_are_not_enough_where_anything_else_differs(field: str) -> None:
 
 
 HALVES = (3, 3)
+BEYOND = (*sharded(2).layout.groups[0].numbers, sum(HALVES))
 
 
 @pytest.mark.parametrize(
@@ -317,23 +318,32 @@ def regrouped(record: DomainRecord, **changes: Any) -> DomainRecord:
     [
         (sharded(2, HALVES), sharded(2, (4, 2)), "pipeline_layers"),
         (sharded(2, HALVES), sharded(2, (3, 2, 1)), "pipeline_parallel"),
+        (sharded(2, HALVES), sharded(2, (6, 1, 1)), "pipeline_parallel"),
         (sharded(2), sharded(2, (5, 1)), "pipeline_parallel"),
         (sharded(2), sharded(2, (3, 2)), "pipeline_parallel"),
         (sharded(2), sharded(2, HALVES, pipeline_layers=""), "pipeline_parallel"),
         (sharded(2), sharded(2, HALVES, pipeline_layers="a,b"), "pipeline_parallel"),
+        (sharded(2), sharded(2, HALVES, pipeline_parallel=3), "pipeline_parallel"),
         (regrouped(sharded(2), numbers=()), sharded(2, HALVES), "pipeline_parallel"),
         (regrouped(sharded(2), numbers=(4, 1)), sharded(2, HALVES), "pipeline_parallel"),
         (sharded(2), regrouped(sharded(2, HALVES), numbers=(0,)), "pipeline_parallel"),
         (sharded(2), regrouped(sharded(2, HALVES), layers=2), "pipeline_parallel"),
+        (regrouped(sharded(2), layers=9), sharded(2, HALVES), "pipeline_parallel"),
+        (regrouped(sharded(2), numbers=BEYOND, layers=len(BEYOND)), sharded(2, HALVES),
+         "pipeline_parallel"),
+        (regrouped(sharded(2), draft=True), regrouped(sharded(2, HALVES), draft=True),
+         "pipeline_parallel"),
         (regrouped(sharded(2), page=()), regrouped(sharded(2, HALVES), page=()),
          "pipeline_parallel"),
         (sharded(2, draft_model="d"), sharded(2, HALVES, draft_model="d"), "pipeline_parallel"),
         (sharded(2), sharded(2, HALVES, weights="other"), "weights"),
     ],
     ids=[
-        "cut elsewhere", "several on both sides", "a stage without a layer of a group",
-        "fewer layers", "not told", "nonsense", "not numbered", "out of order",
-        "another first stage", "more layers than numbers", "unknown pages", "drafting",
+        "cut elsewhere", "several on both sides", "several, the first one whole",
+        "a stage without a layer of a group",
+        "fewer layers", "not told", "nonsense", "fewer stages told", "not numbered", "out of order",
+        "another first stage", "more layers than numbers", "fewer numbers than layers",
+        "more layers than the stages have", "a draft's layers", "unknown pages", "drafting",
         "something else",
     ],
 )  # fmt: skip
@@ -343,6 +353,21 @@ def test_stages_that_are_not_known_are_not(
     for one, other in ((ours, theirs), (theirs, ours)):
         found = compare(one, other)
         assert (found.verdict, found.field) == (Verdict.MISMATCH, field)
+
+
+def test_groups_that_only_one_side_has_do_not_fit() -> None:
+    record = sharded(2)
+    layout = msgspec.structs.replace(record.layout, groups=record.layout.groups[:1])
+    assert not stages_fit(msgspec.structs.replace(record, layout=layout), sharded(2, HALVES))
+    assert not stages_fit(sharded(2, HALVES), sharded(2, (4, 2)))
+
+
+def test_an_object_of_other_layers_than_the_records_tell_is_refused() -> None:
+    ours, theirs = sharded(2), sharded(2, HALVES)
+    layers = ours.layout.groups[0].layers
+    assert sum(one.layers for one in portions(ours, theirs, 0, 0, layers)) == layers
+    with pytest.raises(ValueError, match=f"group 0 has {layers + 1} layers here"):
+        portions(ours, theirs, 0, 0, layers + 1)
 
 
 def test_a_convertible_field_is_convertible_and_says_how() -> None:

@@ -2,26 +2,55 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socketserver
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from backhaul.proxy.app import make_app
-from backhaul.proxy.fake_engine import AppServer, FakeEngine
+from backhaul.proxy.fake_engine import AppServer, Behaviour, FakeEngine, Seen
 from backhaul.proxy.settings import ProxySettings
 
 MESSAGES = [
     {"role": "system", "content": "You are terse."},
     {"role": "user", "content": "Say something."},
 ]
+SLOW = Behaviour(token_delay_s=0.01)
 CHAT = {"model": "fake", "messages": MESSAGES, "max_tokens": 5}
+
+
+class Hasty:
+    """An application for which time passes faster when a test says so: nothing that is in time is
+    late on a busy machine, and what is never to come is not waited for."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ahead_s = 0.0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            self._loop = asyncio.get_running_loop()
+            self._loop.time = lambda: time.monotonic() + self._ahead_s  # type: ignore[method-assign]
+        await self._app(scope, receive, send)
+
+    def skip(self, seconds: float) -> None:
+        """Once it has dealt with what has reached it; from any thread."""
+
+        async def skip() -> None:
+            for _ in range(100):
+                await asyncio.sleep(0)
+            self._ahead_s += seconds
+
+        assert self._loop is not None
+        asyncio.run_coroutine_threadsafe(skip(), self._loop)
 
 
 @dataclass
@@ -33,6 +62,11 @@ class Setup:
     prefill: list[FakeEngine]
     decode: list[FakeEngine]
     server: AppServer
+    app: Hasty
+
+    def silent(self, behaviour: Behaviour, seconds: float) -> Callable[[Seen], Behaviour]:
+        """As ``behaviour``, and at each of its silences so many seconds pass for the proxy."""
+        return lambda seen: replace(behaviour, on_silence=lambda: self.app.skip(seconds))
 
     def chat(self, **changes: Any) -> httpx.Response:
         """One chat request."""
@@ -89,11 +123,22 @@ def running(prefill: int = 1, decode: int = 1, **options: Any) -> Iterator[Setup
             decode=tuple(engine.url for engine in d),
             **({"health_interval_s": 0.05} | options),
         )
-        server = stack.enter_context(AppServer(make_app(settings), lifespan=True))
-        http = stack.enter_context(httpx.Client(base_url=server.url, timeout=20.0))
-        yield Setup(http, server.url, p, d, server)
+        app = Hasty(make_app(settings))
+        server = AppServer(app, lifespan=True)
+        server.server.config.loop = "asyncio"
+        stack.enter_context(server)
+        http = stack.enter_context(httpx.Client(base_url=server.url, timeout=60.0))
+        yield Setup(http, server.url, p, d, server, app)
         for each in (server, *(engine.server for engine in (*p, *d))):
             each.stop_soon()
+
+
+@contextlib.contextmanager
+def patient(prefill: int = 1, decode: int = 1, **options: Any) -> Iterator[Setup]:
+    """The same, where no look at the workers' health is under way when time is skipped."""
+    with running(prefill, decode, health_interval_s=36_000, **options) as setup:
+        eventually(lambda: setup.metric("worker_healthy") == prefill + decode)
+        yield setup
 
 
 class RawEngine(socketserver.ThreadingTCPServer):
@@ -135,12 +180,12 @@ def in_front_of(*urls: str, **options: Any) -> Iterator[httpx.Client]:
     settings = ProxySettings(prefill=urls, decode=urls, **options)
     with (
         AppServer(make_app(settings), lifespan=True) as server,
-        httpx.Client(base_url=server.url, timeout=20.0) as http,
+        httpx.Client(base_url=server.url, timeout=60.0) as http,
     ):
         yield http
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+def eventually(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     """Wait for what happens elsewhere."""
     deadline = time.monotonic() + seconds
     while not condition():

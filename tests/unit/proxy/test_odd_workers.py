@@ -53,7 +53,7 @@ def test_what_comes_compressed_is_passed_on_readable(path: str) -> None:
         assert "content-encoding" not in told.headers
 
 
-@pytest.mark.parametrize("rest", [b"", b"data: {", b"data: [DONE]"])
+@pytest.mark.parametrize("rest", [b"", b"data: {", b"data: [DONE"])
 def test_a_stream_that_stops_short_does_not_pass_for_complete(rest: bytes) -> None:
     """Its connection was closed in order: with no length given, a crash looks like that."""
     head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
@@ -61,5 +61,14 @@ def test_a_stream_that_stops_short_does_not_pass_for_complete(rest: bytes) -> No
         told = http.post("/v1/chat/completions", json=CHAT | {"stream": True})
         assert told.content.startswith(TOKEN + b'data: {"error":')
         assert "ended a stream in the middle" in told.text
-        assert "[DONE]" not in told.text
+        assert "[DONE" not in told.text
         assert 'outcome="broken"} 1.0' in http.get("/metrics").text
+
+
+@pytest.mark.parametrize("end", [b"", b"\n", b"\r\n"])
+def test_a_mark_without_its_blank_line_is_one(end: bytes) -> None:
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
+    with RawEngine(head + TOKEN + DONE.rstrip() + end) as worker, in_front_of(worker.url) as http:
+        told = http.post("/v1/chat/completions", json=CHAT | {"stream": True})
+        assert told.content == TOKEN + DONE.rstrip() + end
+        assert 'outcome="ok"} 1.0' in http.get("/metrics").text

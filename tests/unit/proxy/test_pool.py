@@ -26,8 +26,9 @@ def test_health_follows_the_last_checks(checks: list[bool]) -> None:
 def test_a_refused_connection_counts_in_full_until_a_check_succeeds() -> None:
     health = Health().refused()
     assert not health.healthy
+    assert health.known_healthy is False, "also where it was refused from the start"
     assert not health.observed(ok=False).healthy
-    assert health.observed(ok=True) == Health(checked=True)
+    assert health.observed(ok=True) == Health(told=True)
 
 
 def test_load_is_given_back_however_a_request_ends() -> None:
@@ -79,7 +80,10 @@ def test_nobody_is_told_to_be_healthy_before_a_check() -> None:
     health = Health()
     assert health.healthy and health.known_healthy is None
     assert health.observed(ok=True).known_healthy is True
+    assert health.observed(ok=False).known_healthy is None  # it may have been a busy engine
     assert health.observed(ok=False).observed(ok=False).known_healthy is False
+    assert health.refused().known_healthy is False  # also where nothing ever listened there
+    assert health.observed(ok=True).observed(ok=False).known_healthy is True
 
 
 @pytest.mark.parametrize("policy", Policy)

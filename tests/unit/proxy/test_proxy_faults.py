@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Callable
 
 import anthropic
 import httpx
 import openai
 import pytest
-from proxy_kit import CHAT, MESSAGES, events, eventually, running
+from proxy_kit import CHAT, MESSAGES, SLOW, events, eventually, patient, running
 
 from backhaul.proxy.fake_engine import Behaviour, FakeEngine, Seen
 from backhaul.proxy.settings import Policy
@@ -39,10 +38,9 @@ def shut(engine: FakeEngine) -> None:
     ],
 )
 def test_a_request_does_not_fail_because_of_prefill(behaviour: Behaviour, result: str) -> None:
-    timeout_s = 0.5 if behaviour is HANG else 60.0
-    with running(prefill=2, prefill_timeout_s=timeout_s) as setup:
+    with patient(prefill=2, prefill_timeout_s=500, first_token_timeout_s=500) as setup:
         for engine in setup.prefill:
-            engine.behave = always(behaviour)
+            engine.behave = setup.silent(behaviour, 501 if behaviour.hang else 0)
         answer = setup.chat()
         assert answer.status_code == 200
         assert answer.headers["x-backhaul-handover"] == result
@@ -228,8 +226,8 @@ def test_a_stream_that_has_begun_is_never_begun_again() -> None:
 
 
 def test_a_prefill_worker_that_accepts_and_says_nothing_is_left() -> None:
-    with running(prefill=2, prefill_policy=Policy.ROUND_ROBIN, first_token_timeout_s=2.0) as setup:
-        setup.prefill[0].behave = always(HANG)
+    with patient(prefill=2, prefill_policy=Policy.ROUND_ROBIN) as setup:
+        setup.prefill[0].behave = setup.silent(HANG, 121)
         answer = setup.chat()
         assert answer.headers["x-backhaul-handover"] == "done"
         assert setup.decode[0].seen[0].transfer["remote_engine_id"] == "p1"
@@ -243,8 +241,8 @@ def test_a_decode_worker_that_accepts_and_says_nothing_is_left(
     silent: Behaviour, path: str
 ) -> None:
     """Even where it has announced its answer: the client has not got a byte of it yet."""
-    with running(decode=2, decode_policy=Policy.ROUND_ROBIN, first_token_timeout_s=2.0) as setup:
-        setup.decode[0].behave = always(silent)
+    with patient(decode=2, decode_policy=Policy.ROUND_ROBIN) as setup:
+        setup.decode[0].behave = setup.silent(silent, 121)
         answer = setup.http.post(f"/v1/{path}", json=CHAT | {"stream": True, "input": "i"})
         assert "w4 " in answer.text and '"error"' not in answer.text
         assert answer.headers["x-backhaul-handover"] == "done"
@@ -256,10 +254,10 @@ def test_a_decode_worker_that_accepts_and_says_nothing_is_left(
 
 def test_the_only_decode_worker_is_asked_again_without_the_hand_over() -> None:
     """It may be the transfer that hangs; after that, waiting is all there is."""
-    with running(first_token_timeout_s=1.5, retries=0) as setup:
-        slow = Behaviour(token_delay_s=2.0)
+    with patient(retries=0, first_token_timeout_s=60, stall_timeout_s=10_000) as setup:
+        hang, slow = (setup.silent(one, 61) for one in (HANG, SLOW))
         setup.decode[0].behave = lambda seen: (
-            HANG if seen.transfer.get("do_remote_prefill") else slow
+            hang(seen) if seen.transfer.get("do_remote_prefill") else slow(seen)
         )
         answer = setup.chat(stream=True, max_tokens=1)
         assert events(answer)[-1] == "[DONE]"
@@ -278,9 +276,9 @@ def test_every_decode_worker_is_silent() -> None:
 
 
 def test_a_whole_answer_has_no_first_token_to_wait_for() -> None:
-    with running(decode=2, first_token_timeout_s=1.5) as setup:
+    with patient(decode=2) as setup:
         for engine in setup.decode:
-            engine.behave = always(Behaviour(token_delay_s=0.5))
+            engine.behave = setup.silent(SLOW, 121)
         assert setup.chat(max_tokens=5).status_code == 200
         assert setup.metric("retries_total") == 0
 
@@ -330,18 +328,18 @@ def test_silence_inside_a_stream() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_deadline(stream: bool) -> None:
-    with running(request_timeout_s=1.5) as setup:
-        setup.decode[0].behave = always(HANG)
+    with patient(request_timeout_s=100) as setup:
+        setup.decode[0].behave = setup.silent(HANG, 101)
         answer = setup.chat(stream=stream)
         assert answer.status_code == 504
-        assert "longer than 1.5 s" in answer.json()["error"]["message"]
+        assert "longer than 100 s" in answer.json()["error"]["message"]
         assert setup.outcomes() == {"deadline": 1}
         eventually(setup.decode[0].seen[0].disconnected.is_set)
 
 
 def test_a_deadline_inside_a_stream() -> None:
-    with running(request_timeout_s=1.5) as setup:
-        setup.decode[0].behave = always(Behaviour(stall_after=2))
+    with patient(request_timeout_s=100) as setup:
+        setup.decode[0].behave = setup.silent(Behaviour(stall_after=2), 101)
         found = events(setup.chat(stream=True))
         assert json.loads(found[-1])["error"]["code"] == 504
         eventually(setup.decode[0].seen[0].disconnected.is_set)
@@ -353,13 +351,11 @@ def _leave(url: str, path: str, body: dict[str, object], ready: Callable[[], boo
 
     def trace(name: str, info: object) -> None:
         if name == "http11.receive_response_headers.started":
-            deadline = time.monotonic() + 10
-            while not ready() and time.monotonic() < deadline:
-                time.sleep(0.01)
+            eventually(ready)
             leave.set()
             raise ConnectionAbortedError
 
-    with httpx.Client() as client, pytest.raises(ConnectionAbortedError):
+    with httpx.Client(timeout=60) as client, pytest.raises(ConnectionAbortedError):
         client.post(url + path, json=body, extensions={"trace": trace})
     assert leave.is_set()
 
@@ -448,7 +444,7 @@ def test_many_at_once() -> None:
         answers: list[int] = []
 
         def ask(number: int) -> None:
-            with httpx.Client(timeout=20) as http:
+            with httpx.Client(timeout=60) as http:
                 for stream in (False, True):
                     body = CHAT | {"stream": stream, "user": str(number), "max_tokens": 20}
                     url = f"{setup.url}/v1/chat/completions"
@@ -458,7 +454,7 @@ def test_many_at_once() -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join()
         assert answers == [200] * 24
         offered = setup.transfers_offered()
         assert len(offered) == len(set(offered)) == 24
@@ -468,7 +464,7 @@ def test_many_at_once() -> None:
 def test_a_request_that_runs_may_end_while_the_proxy_stops() -> None:
     with running() as setup:
         setup.decode[0].behave = always(Behaviour(token_delay_s=0.05))
-        setup.server.server.config.timeout_graceful_shutdown = 10
+        setup.server.server.config.timeout_graceful_shutdown = 60
         body = CHAT | {"stream": True, "max_tokens": 10}
         with setup.http.stream("POST", "/v1/chat/completions", json=body) as response:
             lines = response.iter_lines()

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
+import socket
 import urllib.parse
+from collections.abc import MutableMapping
+from typing import Any
 
 import httpx
 import pytest
-from proxy_kit import CHAT, events, eventually, running
+from proxy_kit import CHAT, SLOW, events, eventually, patient, running
+from starlette.testclient import TestClient
 
 from backhaul.proxy import app
 from backhaul.proxy.fake_engine import Behaviour
+from backhaul.proxy.settings import ProxySettings
 
 COOKIE = Behaviour(status=200, error_body={"data": []}, headers={"set-cookie": "sid=one; Path=/"})
 
@@ -40,7 +46,7 @@ def test_a_workers_cookie_reaches_its_client_and_nobody_else(path: str) -> None:
 def _get(url: str, path: str) -> int:
     """Status of a path that no client library has put right."""
     parts = urllib.parse.urlsplit(url)
-    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=20)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=60)
     try:
         connection.request("GET", path)
         return connection.getresponse().status
@@ -81,12 +87,11 @@ def test_a_name_arrives_as_it_was_written() -> None:
 STORED = "/v1/responses/resp-1?stream=true"
 
 
-def test_a_stored_response_is_streamed_as_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stored_response_is_streamed_as_it_comes() -> None:
     """Longer than any other answer may take, and before it has ended."""
-    monkeypatch.setattr(app, "QUERY_TIMEOUT_S", 0.4)
-    with running(decode=2) as setup:
+    with patient(decode=2) as setup:
         setup.decode[0].behave = lambda seen: Behaviour(status=404)
-        setup.decode[1].behave = lambda seen: Behaviour(token_delay_s=0.15)
+        setup.decode[1].behave = setup.silent(SLOW, app.QUERY_TIMEOUT_S + 1)
         answer = setup.http.get(STORED)
         assert answer.headers["content-type"].startswith("text/event-stream")
         assert answer.headers["x-engine"] == "fake"
@@ -102,19 +107,77 @@ def test_a_stored_response_is_streamed_as_it_comes(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    ("behaviour", "words"),
+    ("behaviour", "silence_s", "words"),
     [
-        (Behaviour(die_after=2), "the decode worker failed"),
-        (Behaviour(stall_after=2), "silent for 1 s"),
-        (Behaviour(token_delay_s=0.6), "longer than 2 s"),
+        (Behaviour(die_after=2), 0, "the decode worker failed"),
+        (Behaviour(stall_after=2), 101, "silent for 100 s"),
+        (SLOW, 90, "longer than 250 s"),
     ],
 )
 def test_a_stored_stream_that_breaks_cannot_pass_for_complete(
-    behaviour: Behaviour, words: str
+    behaviour: Behaviour, silence_s: float, words: str
 ) -> None:
-    with running(stall_timeout_s=1.0, request_timeout_s=2.0) as setup:
-        setup.decode[0].behave = lambda seen: behaviour
+    stall_s = 100 if behaviour.stall_after else 10_000  # several silences may count as one
+    with patient(stall_timeout_s=stall_s, request_timeout_s=250) as setup:
+        setup.decode[0].behave = setup.silent(behaviour, silence_s)
         found = [json.loads(event) for event in events(setup.http.get(STORED))]
         assert found[0]["type"] == "response.created"
         assert found[-1]["type"] == "error" and words in found[-1]["message"]
         assert "response.completed" not in [event["type"] for event in found]
+
+
+def test_a_worker_that_never_answered_is_told_to_be_down() -> None:
+    with socket.socket() as taken:  # bound and not listening: refused, and nobody else's
+        taken.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        settings = ProxySettings(prefill=(url,), decode=(url,), health_interval_s=0.05)
+        with TestClient(app.make_app(settings)) as http:
+            down = {"status": "no decode worker", "prefill": {url: False}, "decode": {url: False}}
+            eventually(lambda: http.get("/health").json() == down)
+
+
+def test_the_bare_address_and_a_wrong_path_say_where_things_are() -> None:
+    with running() as setup:
+        paths = setup.http.get("/").json()["backhaul proxy"]
+        assert {paths["models"], paths["health"], paths["metrics"]} == {
+            "/v1/models", "/health", "/metrics",
+        }  # fmt: skip
+        for path in (paths["models"], paths["health"], paths["metrics"]):
+            assert setup.http.get(path).status_code == 200
+        for path in ("/v2/models", "/v1", "/docs"):
+            answer = setup.http.get(path)
+            assert answer.status_code == 404
+            message = answer.json()["error"]["message"]
+            assert "/v1" in message and "/health" in message
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("path", ["/v1/messages/count_tokens", "/v1/responses/r/cancel"])
+def test_a_body_that_is_too_long_is_not_kept(path: str, chunked: bool) -> None:
+    with running(body_bytes_max=1000) as setup:
+        assert setup.http.post(path, content=b"x" * 1000).status_code != 413
+        content = (b"x" * 100 for _ in range(20)) if chunked else b"x" * 2000
+        answer = setup.http.post(path, content=content)
+        assert answer.status_code == 413
+        assert "longer than 1000 bytes" in answer.text
+        assert answer.json().get("type") == ("error" if "messages" in path else None)
+
+
+def test_a_client_that_leaves_within_its_query_is_no_fault() -> None:
+    """What the application raises is a traceback in the log."""
+    made = app.make_app(ProxySettings(prefill=("http://p",), decode=("http://d",)))
+    messages = iter([
+        {"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"},
+    ])  # fmt: skip
+
+    async def receive() -> MutableMapping[str, Any]:
+        return next(messages)
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        pass
+
+    scope = {
+        "type": "http", "method": "POST", "path": "/v1/messages/count_tokens", "headers": [],
+        "query_string": b"",
+    }  # fmt: skip
+    asyncio.run(made(scope, receive, send))

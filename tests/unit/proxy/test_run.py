@@ -45,12 +45,12 @@ def test_it_says_where_it_is_and_ends_what_runs_when_told_to_stop(
     engine.behave = lambda seen: Behaviour(token_delay_s=0.05)
     process, url = start(engine)
     body = CHAT | {"stream": True, "max_tokens": 10}
-    with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=20) as response:
+    with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=60) as response:
         lines = response.iter_lines()
         next(lines)
         process.send_signal(number)
         assert [line for line in lines if line][-1] == "data: [DONE]"
-    _, errors = process.communicate(timeout=20)
+    _, errors = process.communicate(timeout=60)
     assert process.returncode == 0
     assert "Traceback" not in errors
 
@@ -59,12 +59,12 @@ def test_what_does_not_end_is_ended(engine: FakeEngine) -> None:
     engine.behave = lambda seen: Behaviour(stall_after=2)
     process, url = start(engine, "--grace", "1")
     body = CHAT | {"stream": True}
-    with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=20) as response:
+    with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=60) as response:
         next(response.iter_lines())
         process.terminate()
-        process.communicate(timeout=20)
+        process.communicate(timeout=60)
     assert process.returncode == 0
-    assert engine.seen[-1].disconnected.wait(10)
+    assert engine.seen[-1].disconnected.wait(60)
 
 
 @pytest.mark.parametrize(

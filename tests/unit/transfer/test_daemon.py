@@ -229,14 +229,30 @@ def test_a_second_daemon_on_a_taken_port_refuses(daemon: Daemon, taken: str, fre
 
 
 def test_an_interrupted_daemon_says_so_and_exits_in_order() -> None:
+    """Whoever still listens, waits, or has half asked."""
     daemon = start()
-    with grpc.insecure_channel(daemon.grpc) as channel:
+    host, _, port = daemon.http.rpartition(":")
+    with (
+        grpc.insecure_channel(daemon.grpc) as channel,
+        socket.create_connection((host, int(port))) as half_open,
+    ):
+        half_open.sendall(b"GET /metrics HTTP/1.1\r\nHo")
+        catalog: Any = store_pb2_grpc.CatalogStub(channel)  # type: ignore[no-untyped-call]
+        domain = open_domain(catalog, "interrupted")
+        catalog.Announce(
+            store_pb2.AnnounceRequest(
+                domain_id=domain, boundary=GRID, block_hash=chain("a")[-1], ttl_s=50.0
+            )
+        )
+        waiting = catalog.Lookup.future(
+            store_pb2.LookupRequest(domain_id=domain, boundary_hashes=chain("a"), wait_s=30.0)
+        )
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
         assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
         daemon.process.send_signal(signal.SIGTERM)
         assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
-        watch.cancel()
-    stdout, stderr = daemon.process.communicate(timeout=60)
+        assert waiting.exception(timeout=60).code() is grpc.StatusCode.UNAVAILABLE
+        stdout, stderr = daemon.process.communicate(timeout=60)
     assert (daemon.process.returncode, stdout) == (0, "")
     assert "Traceback" not in stderr and "stopping" in stderr
 
@@ -287,13 +303,14 @@ def test_a_lookup_waits_for_what_was_announced_and_wakes_with_its_commit(catalog
     time.sleep(0.3)
     assert not pending.done()
     assert publish(catalog, domain, "wxy").visible
-    reply = pending.result(timeout=20)
+    reply = pending.result(timeout=60)
     assert [match.boundary for match in reply.matches] == [3 * GRID, GRID]
-    assert 0.2 < reply.waited_s < 20
+    assert 0 < reply.waited_s < 20
 
 
 def test_a_lookup_waits_no_longer_than_the_announcement_lasts(catalog: Any) -> None:
     domain = open_domain(catalog, "announced in vain")
+    begun = time.monotonic()
     catalog.Announce(
         store_pb2.AnnounceRequest(
             domain_id=domain, boundary=GRID, block_hash=chain("v")[-1], ttl_s=0.2
@@ -302,8 +319,8 @@ def test_a_lookup_waits_no_longer_than_the_announcement_lasts(catalog: Any) -> N
     reply = catalog.Lookup(
         store_pb2.LookupRequest(domain_id=domain, boundary_hashes=chain("v"), wait_s=25.0)
     )
-    assert 0.15 < reply.waited_s < 20
     assert not reply.matches
+    assert reply.waited_s < 20 and time.monotonic() - begun >= 0.2
 
 
 @pytest.mark.parametrize(
@@ -320,7 +337,7 @@ def test_bytes_that_are_no_message_are_refused_by_every_service(
 ) -> None:
     call: Any = getattr(channel, kind)(method)
     with pytest.raises(grpc.RpcError) as caught:
-        answer = call(iter([b"\xff"]) if kind == "stream_stream" else b"\xff", timeout=20)
+        answer = call(iter([b"\xff"]) if kind == "stream_stream" else b"\xff", timeout=60)
         list(answer)
     error: Any = caught.value
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -329,7 +346,7 @@ def test_bytes_that_are_no_message_are_refused_by_every_service(
 
 def test_a_watch_of_health_still_streams(channel: grpc.Channel) -> None:
     stub: Any = health_pb2_grpc.HealthStub(channel)  # type: ignore[no-untyped-call]
-    answers = stub.Watch(health_pb2.HealthCheckRequest(), timeout=20)
+    answers = stub.Watch(health_pb2.HealthCheckRequest(), timeout=60)
     assert next(answers).status == health_pb2.HealthCheckResponse.SERVING
     answers.cancel()
 
@@ -382,28 +399,37 @@ def test_a_lookup_that_outlives_its_caller_leaves_no_lease(stoppable: Daemon, en
         domain = open_domain(catalog, f"gone by {end}")
         publish(catalog, domain, "g")
         catalog.Abandon(store_pb2.AbandonRequest(publication_id="g"))
-        catalog.Announce(
-            store_pb2.AnnounceRequest(
-                domain_id=domain, boundary=2 * GRID, block_hash=chain("go")[-1], ttl_s=0.6
-            )
+        announcement = store_pb2.AnnounceRequest(
+            domain_id=domain, boundary=2 * GRID, block_hash=chain("go")[-1], ttl_s=0.6
         )
         request = store_pb2.LookupRequest(
-            domain_id=domain, boundary_hashes=chain("go"), lease_s=600.0, wait_s=5.0
+            domain_id=domain, boundary_hashes=chain("go"), lease_s=600.0, wait_s=5.0, lease_name=end
         )
-        pending = catalog.Lookup.future(request, timeout=0.8 if end == "deadline" else 60)
-        time.sleep(0.2)
-        stop(stoppable)
+        named = f"{catalog.Stats(store_pb2.StatsRequest()).instance_id}.{end}"
+        while True:
+            begun = time.monotonic()
+            catalog.Announce(announcement)
+            pending = catalog.Lookup.future(request, timeout=0.8 if end == "deadline" else 60)
+            time.sleep(0.2)
+            stop(stoppable)
+            if time.monotonic() - begun < announcement.ttl_s:
+                break
+            # A busy machine: the wait is over already, and an answer may be on its way.
+            stoppable.process.send_signal(signal.SIGCONT)
+            with contextlib.suppress(grpc.RpcError):
+                pending.result(timeout=60)
+            catalog.ReleaseLease(store_pb2.ReleaseLeaseRequest(lease_ids=[named]))
         time.sleep(0.2)
         if end == "cancel":
             pending.cancel()
         with pytest.raises((grpc.RpcError, grpc.FutureCancelledError)):
-            pending.result(timeout=20)
+            pending.result(timeout=60)
         time.sleep(0.6)
         stoppable.process.send_signal(signal.SIGCONT)
         before = catalog.Stats(store_pb2.StatsRequest()).counters["lookups"]
         assert comes_to(catalog, (0, 0))
         request.wait_s = 0
-        lease = catalog.Lookup(request, timeout=20).lease_id
+        lease = catalog.Lookup(request, timeout=60).lease_id
         assert lease and holdings(catalog) == (1, 0), "whoever is there gets one"
         catalog.ReleaseLease(store_pb2.ReleaseLeaseRequest(lease_ids=[lease]))
         assert catalog.Stats(store_pb2.StatsRequest()).counters["lookups"] == before + 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -69,9 +68,24 @@ class FakeNixl:
         self.released.append(request)
 
 
+class Time:
+    """Passes where somebody sleeps, and a little wherever somebody looks."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        self.now += 1e-5
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
 @pytest.fixture
 def nixl(monkeypatch: pytest.MonkeyPatch) -> FakeNixl:
     fake = FakeNixl()
+    monkeypatch.setattr(nixl_agent, "time", Time())
     bindings = SimpleNamespace(
         nixlAgentConfig=SimpleNamespace,
         nixlAgent=lambda name, config: fake,
@@ -100,9 +114,8 @@ def agent(nixl: FakeNixl) -> NixlAgent:
 
 
 def run(agent: NixlAgent, posts: int = 3, timeout_s: float = 0.05, **hooks: Any) -> Any:
-    return agent.transfer(
-        Operation.READ, "peer", [POST] * posts, time.monotonic() + timeout_s, **hooks
-    )
+    deadline = nixl_agent.time.monotonic() + timeout_s
+    return agent.transfer(Operation.READ, "peer", [POST] * posts, deadline, **hooks)
 
 
 def test_hooks_run_in_order(agent: NixlAgent, nixl: FakeNixl) -> None:

@@ -38,7 +38,7 @@ def shown(quiet: QuietServers, name: str, text: str, *args: object) -> str | Non
     return record.getMessage() if quiet.filter(record) else None
 
 
-@pytest.mark.parametrize("name", ["asyncio", "uvicorn.error"])
+@pytest.mark.parametrize("name", ["asyncio", "uvicorn.error", "grpc._cython.cygrpc"])
 def test_a_server_says_each_kind_of_line_once_in_a_while(name: str) -> None:
     clock = Clock()
     quiet = QuietServers(clock)
