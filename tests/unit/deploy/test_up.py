@@ -202,7 +202,7 @@ def test_it_serves_until_it_is_told_to_stop(tmp_path: Path, ups: list[Up]) -> No
     logs = re.search(r"logs in (\S+)", up.text())
     assert logs and Path(logs[1]).parent == up.tmp and Path(logs[1]).is_dir()
     body = {"messages": [{"role": "user", "content": "u"}], "max_tokens": 2}
-    answer = httpx.post(f"http://127.0.0.1:{up.port}/v1/chat/completions", json=body, timeout=30)
+    answer = httpx.post(f"http://127.0.0.1:{up.port}/v1/chat/completions", json=body, timeout=300)
     assert answer.json()["choices"][0]["message"]["content"] == "w0 w1 "
     assert answer.headers["x-backhaul-handover"] == "done"
     os.kill(up.process.pid, signal.SIGINT)
