@@ -80,8 +80,9 @@ class BackhaulConnector(KVConnectorBase_V1, SupportsHMA):
                 kv_events=bool(events and events.enable_kv_cache_events),
             )
             logger.info(
-                "backhaul: store %s, policy %s, role %s, worker kind %s, boundary grid %d tokens, "
-                "domain %s",
+                "backhaul: engine %s, store %s, policy %s, role %s, worker kind %s, boundary grid "
+                "%d tokens, domain %s",
+                facts.engine_id,
                 options.store,
                 options.policy,
                 transfer.kv_role,

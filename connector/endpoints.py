@@ -13,13 +13,14 @@ recomputed would apply it twice), hence floor(N - 1) for P_end.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
 from backhaul.connector.hints import RequestHints
 from backhaul.protocols.checkpoint import CheckpointKind
-from backhaul.protocols.options import FinishReason, Options
+from backhaul.protocols.options import FinishReason, Options, WorkerKind
 from backhaul.protocols.policy import Choice, Matched, Policy, Why, choose
 from backhaul.protocols.record import DecodeEndReason
 
@@ -175,13 +176,27 @@ def decode_end(*, committed: int, total_tokens: int, grid: int) -> int:
     return max(min(committed, total_tokens - 1), 0) // grid * grid
 
 
+def is_prefill_leg(params: Mapping[str, Any], kind: WorkerKind | None, max_tokens: int) -> bool:
+    """Whether a request only prefills, for a decode worker to go on: its one token is no reply.
+
+    Args:
+        params: its ``kv_transfer_params``, by which vLLM's own P/D connectors tell.
+        kind: what the engine is known to serve; a prefill engine that is asked for one token hands
+            over, in whatever words.
+    """
+    one_token = kind is WorkerKind.PREFILL and max_tokens == 1
+    return one_token or bool(params.get("do_remote_decode"))
+
+
 def why_no_decode_end(
-    *, wanted: bool, finish_included: bool, boundary: int, prompt_tokens: int
+    *, wanted: bool, replies: bool, finish_included: bool, boundary: int, prompt_tokens: int
 ) -> DecodeEndReason:
     """Of a request whose D_end was not sent: why. ``boundary`` is D_end's, 0 where the request
     never ran."""
     if not wanted:
         return DecodeEndReason.NOT_WANTED
+    if not replies:
+        return DecodeEndReason.NO_REPLY
     if not finish_included:
         return DecodeEndReason.FINISH_EXCLUDED
     # A handed-over state lies one token before the prompt's end.

@@ -16,6 +16,7 @@ from backhaul.connector.endpoints import (
     choose_ends,
     chosen_kinds,
     decode_end,
+    is_prefill_leg,
     may_publish_decode,
     prompt_ends,
     publishes_decode_end,
@@ -97,6 +98,7 @@ class SchedulerHalf:
         self._options = options
         self._store = store
         self._publishes = publishes
+        self._kind = kind
         self._requests: dict[str, TrackedRequest] = {}
         self._aborted_loads: dict[str, TrackedRequest] = {}
         self._pinned: dict[str, TrackedRequest] = {}
@@ -196,6 +198,7 @@ class SchedulerHalf:
             request,
             hints,
             carries_prompt=not carried,
+            replies=not is_prefill_leg(params, self._kind, request.max_tokens),
             policy=policy,
             verbatim=verbatim_end(policy, hints, request.num_prompt_tokens),
             cut_off=self._cut_off,
@@ -535,6 +538,7 @@ class SchedulerHalf:
                 engine=self._facts.engine_id,
                 request_id=tracked.request_id,
                 finish=request.status.name,
+                arrived=request.arrival_time,
                 domain=self._facts.domain.domain_id,
                 output_tokens=request.num_output_tokens,
                 grid_tokens=grid,
@@ -550,6 +554,7 @@ class SchedulerHalf:
         reason = _FINISH_REASONS.get(request.status)
         why = why_no_decode_end(
             wanted=self._publishes and tracked.hints.publish and tracked.choice.decode_end,
+            replies=tracked.replies,
             finish_included=publishes_decode_end(reason, self._options.publish_on),
             boundary=decode_end(
                 committed=committed,

@@ -79,7 +79,8 @@ class TrackedRequest:
 
     ``answered`` is the store's last answer; ``reuse`` comes from the first one, since asking counts
     as a use; ``junction`` is vLLM's own, in whole boundaries; ``denied``: boundary -> why its load
-    failed; ``outcome`` is set once, when the prefill begins;
+    failed; ``replies`` is false of a prefill leg, whose one token is no reply;
+    ``outcome`` is set once, when the prefill begins;
     ``forced`` are the chunk ends that were forced so far; ``takes_input_end`` says whether policy,
     role and hints allow a U_end to be published. ``choice`` is what its ``policy`` chose when it
     arrived; ``verbatim`` finds the end of what the parser keeps, where the policy asks for it;
@@ -89,6 +90,7 @@ class TrackedRequest:
     request: Any
     hints: RequestHints
     carries_prompt: bool
+    replies: bool = True
     policy: Policy = Policy.BOTH
     choice: Choice = field(default_factory=Choice)
     verbatim: VerbatimEnd | None = None
@@ -123,7 +125,7 @@ class TrackedRequest:
     @property
     def takes_decode(self) -> bool:
         """Whether a position in the reply may be published."""
-        return self.choice.decode_end or self.verbatim is not None
+        return self.replies and (self.choice.decode_end or self.verbatim is not None)
 
     @property
     def request_id(self) -> str:

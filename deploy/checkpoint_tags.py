@@ -6,10 +6,13 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
+from backhaul.deploy.explain_view import GOES_ON
+from backhaul.deploy.explanation import goes_on
 from backhaul.deploy.explanation import tag as tag_for_prompt
 from backhaul.deploy.prompt_lookup import (
     LIMIT,
     Subject,
+    compared_tokens,
     differing_fields,
     look_up,
     prompt_hashes,
@@ -26,7 +29,8 @@ if TYPE_CHECKING:
 class Tags(NamedTuple):
     """A checkpoint's tags, each of which implies the one before; None where one means nothing
     without a request or a worker. ``reason``: why it is not consumable, or was passed over;
-    ``field``: of a domain mismatch."""
+    ``field``: of a domain mismatch; ``goes_on``: it does not match since it is longer than the
+    request, and departs from it nowhere that can be seen."""
 
     retained: bool
     hash_matched: bool | None
@@ -34,13 +38,15 @@ class Tags(NamedTuple):
     selected: bool | None
     reason: str | None = None
     field: str = ""
+    goes_on: bool = False
 
     @property
     def shown(self) -> str:
         """The deepest tag, and why not the next one, where a request or a worker is meant."""
         if self.consumable is None:
             return "-"
-        why = f" ({self.reason}{f' {self.field}' if self.field else ''})" if self.reason else ""
+        reason = GOES_ON if self.goes_on and self.retained else self.reason
+        why = f" ({reason}{f' {self.field}' if self.field else ''})" if reason else ""
         for name in ("selected", "consumable", "hash_matched", "retained"):
             if getattr(self, name):
                 return name + why
@@ -127,6 +133,7 @@ def tagged_for(
     )
     fields = differing_fields(domains, target)
     candidates = tag_for_prompt(everything, target.id, subject.prompt_tokens, fields)
+    compared = compared_tokens(subject, target)
     rows = []
     for info, one in zip(everything, candidates, strict=True):
         tags = Tags(
@@ -136,6 +143,7 @@ def tagged_for(
             selected=one.selected,
             reason=one.reason or one.passed_over,
             field=one.field,
+            goes_on=goes_on(info.boundary, info.common_tokens, subject.prompt_tokens, compared),
         )
         if _fits(query, info) and (wanted is None or getattr(tags, wanted)):
             rows.append((info, tags))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -92,7 +93,9 @@ class Engine(Service):
         command += [f"--model={spec.model}", f"--served-model-name={spec.model.name}"]
         command += [f"--port={spec.port}", *(GPU_ARGS if spec.gpus else DEFAULT_ARGS)]
         if spec.kv_transfer_config is not None:
-            command.append(f"--kv-transfer-config={json.dumps(dict(spec.kv_transfer_config))}")
+            # A new one at every start: peers keep what they learnt of an id.
+            named = {"engine_id": f"{spec.name}-{uuid.uuid4().hex[:8]}", **spec.kv_transfer_config}
+            command.append(f"--kv-transfer-config={json.dumps(named)}")
         return [*command, *spec.args]
 
     def check_healthy(self, timeout_s: float, on_progress: Progress | None = None) -> bool:

@@ -141,6 +141,9 @@ def _has_hashes(subject: Subject) -> bool:
 def _look_up(
     store: str, domain: str, subject: Subject, cache_salt: str, timeout_s: float
 ) -> tuple[DomainInfo, Explanation]:
+    import time
+
+    from backhaul.deploy.as_it_ran import ANY_TIME, moment_of
     from backhaul.deploy.explanation import explain as explain_prompt
     from backhaul.deploy.prompt_lookup import (
         ask,
@@ -156,10 +159,14 @@ def _look_up(
         domains = inspector.domains()
         info = domain_of(domains, subject, domain)
         hashes = prompt_hashes(subject, info, cache_salt)
+        now = time.time()  # before the store says ages: what is as old as the request was there
         matches = ask(inspector, hashes, info, subject.prompt_tokens)
         found = look_up(inspector, hashes, visibilities=frozenset(Visibility))
     fields = differing_fields(domains, info)
-    return info, explain_prompt(found, matches, info.id, subject.prompt_tokens, fields)
+    line = subject.request
+    # For a worker of another domain than its own, nothing is as it ran.
+    moment = moment_of(line, now) if line and line.domain == info.id else ANY_TIME
+    return info, explain_prompt(found, matches, info.id, subject.prompt_tokens, fields, moment)
 
 
 def _against_logs(
@@ -177,8 +184,9 @@ def _against_logs(
     other = find_producer(logs, closest["boundary"], closest["block_hash"]) if closest else None
     produced = other is not None
     if other is None:
-        own = subject.request.request_id if subject.request else ""
-        other = find_closest(logs, subject.tokens, own)
+        line = subject.request
+        own, before = (line.request_id, line.time or math.inf) if line else ("", math.inf)
+        other = find_closest(logs, subject.tokens, own, before)
     if other is None:
         return None
     found = first_difference(subject.tokens, other.tokens, reader.decode)
@@ -210,12 +218,18 @@ def as_document(
     """What a lookup adds to the document that ``--json`` prints."""
     import msgspec
 
+    from backhaul.deploy.explanation import goes_on
+    from backhaul.deploy.prompt_lookup import compared_tokens
     from backhaul.transfer.listing import compared_group
 
     grid = info.record.layout.boundary_tokens
     deepest = (subject.prompt_tokens - 1) // grid * grid  # one token is always computed
-    full = deepest > 0 and any(c.selected and c.boundary >= deepest for c in explanation.candidates)
+    full = deepest > 0 and any(
+        one.consumable and deepest <= one.boundary < subject.prompt_tokens and not later
+        for one, later in zip(explanation.candidates, explanation.later, strict=True)
+    )
     closest = None if full else explanation.closest
+    compared = compared_tokens(subject, info)
     document: dict[str, Any] = {
         "domain": info.id,
         "boundary_tokens": grid,
@@ -225,9 +239,11 @@ def as_document(
                 **msgspec.to_builtins(candidate),
                 "common_tokens": common,
                 "looked_up": place < explanation.looked_up,
+                "later": later,
+                "goes_on": goes_on(candidate.boundary, common, subject.prompt_tokens, compared),
             }
-            for place, (candidate, common) in enumerate(
-                zip(explanation.candidates, explanation.common, strict=True)
+            for place, (candidate, common, later) in enumerate(
+                zip(explanation.candidates, explanation.common, explanation.later, strict=True)
             )
         ],
         "strangers": explanation.strangers,

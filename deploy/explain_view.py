@@ -8,6 +8,8 @@ from typing import Any
 
 from backhaul.deploy.terminal import format_age
 
+GOES_ON = "goes on past the prompt"
+"""Said of a checkpoint that does not match, since it is longer."""
 _TAGS = ("retained", "hash_matched", "consumable", "selected")
 
 
@@ -42,6 +44,11 @@ def print_lookup(document: Mapping[str, Any]) -> None:
         print_candidates(document["candidates"])
     else:
         print("The store knows no checkpoint that shares a block with this prompt.")
+    if any(one["later"] for one in document["candidates"]):
+        print(
+            "later: it came into the store after this request had looked, published by the request "
+            "itself\nor by others; what follows is without it."
+        )
     if document["strangers"]:
         print(f"At least {document['strangers']} more share not even the first block.")
     if document["full_match"]:
@@ -63,7 +70,8 @@ def print_lookup(document: Mapping[str, Any]) -> None:
     cut = "" if closest["block_is_whole"] else ", or there is none and the checkpoint only goes on"
     print(f"The first other token is one of tokens {first} to {end - 1} of this prompt{cut}.")
     if closest["prompt_block"]:
-        print(f"  before   {closest['before']!r}\n  block    {closest['prompt_block']!r}")
+        _print_before(closest["before"])
+        print(f"  block    {closest['prompt_block']!r}")
 
 
 def print_candidates(candidates: list[dict[str, Any]]) -> None:
@@ -76,12 +84,15 @@ def print_candidates(candidates: list[dict[str, Any]]) -> None:
     for name in ("tokens", "ends", *_TAGS, "why not", "age"):
         table.add_column(name, justify="right" if name in ("tokens", "age") else "left")
     for one in candidates:
+        # Of what only goes on, hash_mismatch is the tag's reason and would mislead people.
+        reason = GOES_ON if one.get("goes_on") and one.get("retained") else one.get("reason")
+        why = str(reason or one.get("passed_over") or "")
         field = f" ({one['field']})" if one.get("field") else ""
         table.add_row(
             str(one.get("boundary", "-")),
             ",".join(one.get("kinds", ())) or "-",
             *("yes" if one.get(tag) else "no" for tag in _TAGS),
-            str(one.get("reason") or one.get("passed_over") or "") + field,
+            ", ".join(filter(None, (why + field, "later" if one.get("later") else ""))),
             format_age(float(one.get("age_s", 0.0))),
         )
     Console(width=None if sys.stdout.isatty() else 160).print(table)
@@ -93,10 +104,15 @@ def print_difference(difference: Mapping[str, Any] | None, length: int) -> None:
         print(f"\nBoth prompts are the same {length} tokens.")
         return
     print(f"\nThe prompts part at token {difference['position']}{_whose(difference)}:")
-    print(f"  before   {difference['before']!r}")
+    _print_before(difference["before"])
     for name, side in (("this", "left"), ("against", "right")):
         text, ids = difference[side], list(difference[f"{side}_ids"])
         print(f"  {name:<8} " + (f"{text!r}  {ids}" if ids else "(ends here)"))
+
+
+def _print_before(text: str) -> None:
+    if text:  # nothing is shared
+        print(f"  before   {text!r}")
 
 
 def _whose(difference: Mapping[str, Any]) -> str:

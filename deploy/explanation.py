@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
+from backhaul.deploy.as_it_ran import ANY_TIME, Moment
 from backhaul.protocols.candidates import Limits, deepest_usable, tag_candidates
 from backhaul.protocols.checkpoint import CheckpointMatch, DomainId, PassedOver, Reason
 from backhaul.protocols.record import Candidate
@@ -32,13 +33,16 @@ class Explanation:
             beginning with it, the longest first.
         looked_up: how many of them a lookup answers.
         common: tokens shared with the prompt, per candidate.
+        later: per candidate, whether it came into the store after the request had looked.
         closest: the visible checkpoint that shares most and yet does not match; None also where it
-            shares less than what matches, since that is not where this prompt departs.
+            shares less than what matches, since that is not where this prompt departs. What came
+            later counts for neither.
         strangers: checkpoints that share not even the first block.
     """
 
     candidates: tuple[Candidate, ...]
     common: tuple[int, ...]
+    later: tuple[bool, ...]
     looked_up: int
     closest: CheckpointInfo | None
     strangers: int
@@ -50,12 +54,14 @@ def explain(
     domain: DomainId,
     prompt_tokens: int,
     differing: Mapping[DomainId, str] = MappingProxyType({}),
+    moment: Moment = ANY_TIME,
 ) -> Explanation:
     """Tags of every checkpoint that has something in common with a prompt.
 
     ``matches`` are a lookup's, so that tags and reasons are those of a request, but for the
     engine's own prefix cache, which is not known here and counts as empty. ``infos``, of a listing,
-    carry ``common_tokens`` and add what a lookup does not answer.
+    carry ``common_tokens`` and add what a lookup does not answer. ``moment``: when the request
+    looked, where it is one that has run.
     """
     limits = Limits(local_tokens=0, limit_tokens=prompt_tokens - 1)
     selected = deepest_usable(
@@ -72,7 +78,13 @@ def explain(
     matching.sort(key=lambda one: one.boundary, reverse=True)
     partly.sort(key=lambda one: one.common_tokens, reverse=True)
     mine = matching + partly[:PARTLY_MAX]
-    visible = [i for i in infos if i.visibility is Visibility.VISIBLE and i.domain == domain]
+    visible = [
+        info
+        for info in infos
+        if info.visibility is Visibility.VISIBLE
+        and info.domain == domain
+        and not moment.is_later(info.boundary, info.age_s, "", matched=_matches(info))
+    ]
     deepest = max((info.boundary for info in visible if _matches(info)), default=0)
     diverged = [i for i in visible if not _matches(i) and i.common_tokens >= deepest]
     listed = (
@@ -85,9 +97,15 @@ def explain(
         )
         for info in mine
     )
+    candidates = (*answered, *listed)
     return Explanation(
-        candidates=(*answered, *listed),
+        candidates=candidates,
         common=(*common, *(info.common_tokens for info in mine)),
+        later=tuple(
+            one.retained
+            and moment.is_later(one.boundary, one.age_s, one.domain, matched=one.hash_matched)
+            for one in candidates
+        ),
         looked_up=len(answered),
         closest=max(diverged, key=lambda one: one.common_tokens, default=None),
         strangers=sum(not info.common_tokens for info in infos),
@@ -178,6 +196,16 @@ def _candidate(
         field=field or "" if reason is Reason.DOMAIN_MISMATCH else "",
         domain=info.domain if info.domain != domain else "",
     )
+
+
+def goes_on(boundary: int, common_tokens: int, prompt_tokens: int, compared_tokens: int) -> bool:
+    """Whether a checkpoint lies past a prompt's end and departs from it nowhere that can be seen,
+    as the end of its own reply does: it is no rewritten history's.
+
+    ``compared_tokens``: of the whole blocks by which the two are compared.
+    """
+    whole = prompt_tokens // compared_tokens * compared_tokens
+    return boundary > prompt_tokens and 0 < whole <= common_tokens
 
 
 def _passed_over(boundary: int, selected: int, prompt_tokens: int) -> PassedOver:

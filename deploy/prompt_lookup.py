@@ -154,6 +154,16 @@ def ask(
     return convertible.extend(found, wanted, lease_s=0.0, timeout_s=math.inf)[0].matches
 
 
+def compared_tokens(subject: Subject, target: DomainInfo) -> int:
+    """Tokens of the whole blocks by which a store compares the prompt with its checkpoints."""
+    from backhaul.transfer.listing import compared_group
+
+    layout = target.record.layout
+    group = compared_group(layout)
+    hashed = subject.request.grid_tokens if subject.request else 0
+    return math.lcm(group.block_tokens if group else layout.boundary_tokens, hashed or 1)
+
+
 def prompt_hashes(subject: Subject, target: DomainInfo, cache_salt: str = "") -> tuple[bytes, ...]:
     """Block hashes in units of the domain's ``hash_tokens``: a request's own, which its engine
     computed, adapters, images and salt included; else those that vLLM computes of the tokens here.

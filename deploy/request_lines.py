@@ -3,6 +3,7 @@ closest to a prompt. Lines that are cut short or of another make are passed over
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -23,18 +24,28 @@ SECONDS_MAX = 1e12
 _Count = Annotated[int, msgspec.Meta(ge=0, le=TOKENS_MAX)]
 _TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 _Name = Annotated[str, msgspec.Meta(min_length=1)]
+_Seconds = Annotated[float, msgspec.Meta(ge=0, le=SECONDS_MAX)]
 
 
-class _Candidate(msgspec.Struct, kw_only=True):
-    """What is shown of ``protocols.record.Candidate``, with any words: a newer engine may have
+class LoggedCandidate(msgspec.Struct, frozen=True, kw_only=True):
+    """What is read of ``protocols.record.Candidate``, with any words: a newer engine may have
     others."""
 
     boundary: _Count = 0
     kinds: tuple[str, ...] = ()
+    hash_matched: bool = False
     reason: str | None = None
     passed_over: str | None = None
     field: str = ""
-    age_s: Annotated[float, msgspec.Meta(ge=0, le=SECONDS_MAX)] = 0.0
+    domain: str = ""
+    age_s: _Seconds = 0.0
+
+
+class LoggedInputEnd(msgspec.Struct, frozen=True, kw_only=True):
+    """What is read of ``protocols.record.InputEnd``."""
+
+    outcome: str = ""
+    boundary: _Count = 0
 
 
 class _Line(msgspec.Struct, kw_only=True):
@@ -43,6 +54,8 @@ class _Line(msgspec.Struct, kw_only=True):
     request_id: _Name
     engine: str = ""
     domain: str = ""
+    time: _Seconds = 0.0
+    arrived: _Seconds = 0.0
     reason: str | None = None
     prompt_tokens: _Count = 0
     local_tokens: _Count = 0
@@ -52,7 +65,8 @@ class _Line(msgspec.Struct, kw_only=True):
     grid_tokens: _Count = 0
     boundary_hashes: tuple[str, ...] = ()
     token_ids: tuple[_TokenId, ...] = ()
-    candidates: tuple[_Candidate, ...] = ()
+    candidates: tuple[LoggedCandidate, ...] = ()
+    input_end: LoggedInputEnd = LoggedInputEnd()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,10 +83,14 @@ class RequestLine:
     request_id: str
     engine: str = ""
     domain: str = ""
+    time: float = 0.0
+    arrived: float = 0.0
     prompt_tokens: int = 0
     grid_tokens: int = 0
     boundary_hashes: tuple[str, ...] = ()
     tokens: tuple[int, ...] = field(default=(), repr=False)
+    candidates: tuple[LoggedCandidate, ...] = ()
+    input_end: LoggedInputEnd = field(default_factory=LoggedInputEnd)
 
     @property
     def prompt(self) -> list[int]:
@@ -139,10 +157,14 @@ def parse_line(line: bytes) -> RequestLine:
         request_id=told.request_id,
         engine=told.engine,
         domain=told.domain,
+        time=told.time,
+        arrived=told.arrived,
         prompt_tokens=told.prompt_tokens,
         grid_tokens=told.grid_tokens,
         boundary_hashes=tuple(bytes.fromhex(one).hex() for one in told.boundary_hashes),
         tokens=told.token_ids,
+        candidates=told.candidates,
+        input_end=told.input_end,
     )
 
 
@@ -181,13 +203,14 @@ def find_producer(paths: Sequence[str], boundary: int, block_hash: str) -> Reque
 
 
 def find_closest(
-    paths: Sequence[str], prompt: Sequence[int], without: str = ""
+    paths: Sequence[str], prompt: Sequence[int], without: str = "", before: float = math.inf
 ) -> RequestLine | None:
     """The logged request, other than ``without``, that shares most tokens with a prompt and yet
-    departs from it; None where none shares any."""
+    departs from it; None where none shares any. Only those that ended ``before`` a time, in
+    seconds since 1970: what came later cannot have been this prompt's history."""
     best, shared_most = None, 0
     for one in read_lines(paths, '"token_ids":'):
-        if one.request_id == without or shared_most >= len(one.tokens):
+        if one.request_id == without or one.time > before or shared_most >= len(one.tokens):
             continue
         if list(one.tokens[:shared_most]) != list(prompt[:shared_most]):
             continue

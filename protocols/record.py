@@ -116,6 +116,8 @@ class DecodeEndReason(enum.StrEnum):
     """Nobody who loads could reach it; withheld, or on its way all the same."""
     NOT_WANTED = "not_wanted"
     """The policy, the engine's role or the request's ``publish`` hint excludes it."""
+    NO_REPLY = "no_reply"
+    """It is the prefill leg of a P/D pair: its one token is computed again by decode."""
     FINISH_EXCLUDED = "finish_excluded"
     """The reply did not end in a way that ``publish_on`` names: cut at its limit, aborted, ..."""
     BELOW_GRID = "below_grid"
@@ -184,6 +186,7 @@ class LoggedRequest(RequestRecord, frozen=True, kw_only=True):
 
     Attributes:
         time: seconds since 1970, when the request ended.
+        arrived: the same, when it arrived; 0: not known.
         finish: vLLM's status.
         domain: id of the engine's cache domain.
         output_tokens: length of its output.
@@ -197,6 +200,7 @@ class LoggedRequest(RequestRecord, frozen=True, kw_only=True):
     engine: str
     request_id: str
     finish: str
+    arrived: float = 0.0
     domain: str = ""
     output_tokens: int = 0
     grid_tokens: int = 0

@@ -322,7 +322,7 @@ class Daemon:
     def kill(self) -> None:
         """SIGKILL, also where it is stopped, and reap."""
         self.process.kill()
-        self.process.wait(timeout=30)
+        self.process.wait(timeout=300)
 
 
 @contextlib.contextmanager
@@ -344,6 +344,6 @@ def running_daemon(
         yield Daemon(process, int(found[1]))
     finally:
         process.kill()
-        process.wait(timeout=30)
+        process.wait(timeout=300)
         if process.stdout is not None:
             process.stdout.close()

@@ -97,7 +97,7 @@ def test_a_client_killed_before_its_commit_costs_its_time_out(
         assert client.stdout.readline() == "written\n"
     finally:
         client.kill()
-        client.wait(timeout=30)
+        client.wait(timeout=300)
     assert worker.lookup(chain) == ([], None)
 
     def free() -> bool:

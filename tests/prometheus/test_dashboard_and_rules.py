@@ -31,7 +31,7 @@ def promtool(*arguments: str) -> subprocess.CompletedProcess[str]:
     if program is None:
         pytest.fail("promtool is missing: run scripts/setup, or as root apt-get install prometheus")
     return subprocess.run(
-        [program, *arguments], capture_output=True, text=True, timeout=60, check=False
+        [program, *arguments], capture_output=True, text=True, timeout=600, check=False
     )
 
 

@@ -50,7 +50,7 @@ def daemon(*options: str) -> Iterator[str]:
         yield f"backhaul://127.0.0.1:{found[1]}"
     finally:
         process.kill()
-        process.wait(timeout=30)
+        process.wait(timeout=300)
         if process.stdout is not None:
             process.stdout.close()
 

@@ -190,6 +190,38 @@ def test_every_reply_whose_end_is_not_published_says_why(
 
 
 @ASYNC
+@pytest.mark.parametrize(
+    ("params", "kind", "replies"),
+    [
+        ({"do_remote_decode": True}, None, False),
+        ({}, "prefill", False),
+        ({}, None, True),
+        ({}, "both", True),
+    ],
+)
+def test_a_prefill_legs_token_is_no_reply(
+    pair: Pair, params: dict[str, Any], kind: str | None, replies: bool, asynchronous: bool
+) -> None:
+    """However it ends: of a prompt that is one token longer than a boundary its one token would
+    end on that boundary, inside the prompt."""
+    options: dict[str, Any] = {
+        "policy": "decode_end", "publish_prompt_end": False, "publish_on": ["stop", "length"],
+        **({"worker_kind": kind} if kind else {}),
+    }  # fmt: skip
+    one = pair.engine(name="one", options=options, asynchronous=asynchronous)
+    # A reply that may go on, and stops, is what a prefill engine gives that was asked itself.
+    ways = (False,) if kind == "prefill" else (True, False)
+    for stops in ways:
+        prompt = tokens(3 * B + 1, 7 + stops)
+        record = check_record(one, one.run(prompt, 1, stops=stops, params=params))
+        assert record.publishing_decode_end == replies
+        assert record.chosen.ends == (D,), "which decode is told"
+        assert record.decode_end_reason == (None if replies else "no_reply")
+    pair.check_idle()
+    assert [ends for _, ends in kinds(pair) if D in ends] == [{D}] * 2 * replies
+
+
+@ASYNC
 @pytest.mark.parametrize("call_at", [0, 1, B - 3, 2 * B + 1, 3 * B, None])
 def test_the_verbatim_part_of_a_reply_is_published(
     pair: Pair, call_at: int | None, asynchronous: bool

@@ -44,17 +44,20 @@ def ends(policy: Policy = Policy.BOTH, **values: Any) -> PromptEnds:
     return prompt_ends(**{**arguments, **values})
 
 
-@given(st.booleans(), st.booleans(), st.integers(0, 50), st.integers(1, 400))
-@example(wanted=True, included=True, blocks=2, prompt_tokens=17)
-@example(wanted=True, included=True, blocks=0, prompt_tokens=1)
+@given(st.booleans(), st.booleans(), st.booleans(), st.integers(0, 50), st.integers(1, 400))
+@example(wanted=True, replies=True, included=True, blocks=2, prompt_tokens=17)
+@example(wanted=True, replies=True, included=True, blocks=0, prompt_tokens=1)
 def test_a_decode_end_that_is_not_sent_has_one_reason(
-    wanted: bool, included: bool, blocks: int, prompt_tokens: int
+    wanted: bool, replies: bool, included: bool, blocks: int, prompt_tokens: int
 ) -> None:
     boundary = 8 * blocks
     reason = why_no_decode_end(
-        wanted=wanted, finish_included=included, boundary=boundary, prompt_tokens=prompt_tokens
-    )
+        wanted=wanted, replies=replies, finish_included=included, boundary=boundary,
+        prompt_tokens=prompt_tokens,
+    )  # fmt: skip
     assert (reason is DecodeEndReason.NOT_WANTED) == (not wanted)
+    assert (reason is DecodeEndReason.NO_REPLY) == (wanted and not replies)
+    wanted &= replies
     assert (reason is DecodeEndReason.FINISH_EXCLUDED) == (wanted and not included)
     kept = reason is DecodeEndReason.NOT_KEPT
     assert kept == (wanted and included and boundary >= max(prompt_tokens - 1, 1))

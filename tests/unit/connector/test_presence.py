@@ -114,7 +114,7 @@ class Answers:
 
     def wait(self, times: int) -> None:
         with self._changed:
-            assert self._changed.wait_for(lambda: len(self.asked) >= times, timeout=60)
+            assert self._changed.wait_for(lambda: len(self.asked) >= times, timeout=300)
 
 
 @contextmanager

@@ -82,6 +82,7 @@ def test_json_says_everything(live_store: RunningStore) -> None:
             "selected": None,
             "reason": None,
             "field": "",
+            "goes_on": False,
         },
     }
     assert document["for_domain"] is None
@@ -177,6 +178,14 @@ def test_tags_for_a_request(live_store: RunningStore, tmp_path: Path) -> None:
     code, out, _ = backhaul("checkpoints", "--store", live_store.uri, *options)
     assert code == 0 and "hash_matched (domain_mismatch kv_dtype)" in out
     assert "consumable (shallower)" in out and "retained (hash_mismatch)" in out
+    assert "goes on" not in out
+
+    live_store.publish(domain, "mnopq")
+    _, out, _ = backhaul("checkpoints", "--store", live_store.uri, *options)
+    assert "retained (goes on past the prompt)" in out
+    _, out, _ = backhaul("checkpoints", "--store", live_store.uri, "--json", *options)
+    for one in json.loads(out)["checkpoints"]:
+        assert one["tags"]["goes_on"] == (one["boundary"] == 5 * GRID)
 
 
 def test_tags_without_a_request(live_store: RunningStore) -> None:

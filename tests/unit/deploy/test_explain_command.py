@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from backhaul.deploy.processes import free_port
 from backhaul.deploy.prompt_lookup import Subject, make_reader
 from backhaul.deploy.request_lines import RequestLine
 from backhaul.protocols.layout import CacheLayout, GroupKind, GroupLayout
-from backhaul.protocols.record import Candidate, LoggedRequest
+from backhaul.protocols.record import Candidate, InputEnd, InputEndOutcome, LoggedRequest
 from backhaul.transfer.base import DomainInfo
 from backhaul.transfer.listing import ListQuery
 
@@ -117,7 +118,6 @@ def line(
 ) -> LoggedRequest:
     """A line of the request log."""
     return LoggedRequest(
-        time=0.0,
         engine="prefill-0",
         request_id=request_id,
         finish="FINISHED_STOPPED",
@@ -125,7 +125,7 @@ def line(
         grid_tokens=GRID,
         boundary_hashes=tuple(one.hex() for one in hashes),
         token_ids=tuple(tokens) if with_tokens else (),
-        **{"prompt_tokens": len(tokens)} | more,
+        **{"prompt_tokens": len(tokens), "time": 0.0} | more,
     )
 
 
@@ -192,6 +192,53 @@ def test_a_logged_request_is_explained_without_vllm(store: RunningStore, model: 
     assert code == 2 and "request_log_tokens" in err and err.count("\n") == 1
 
 
+@pytest.mark.parametrize("told", ["whole record", "no match"])
+def test_what_came_after_a_logged_request_is_no_part_of_its_explanation(
+    store: RunningStore, model: Path, told: str
+) -> None:
+    """It publishes the end of its own history, and others go on from it and depart from it."""
+    domain = store.open(f"later {told}", "prefill-0:worker")
+    said, asked = "abcd", "abXe"
+    if told != "no match":
+        store.publish(domain, "ab", "input_end", name=f"{told} 1")
+    store.publish(domain, said, "decode_end", name=f"{told} 2")
+    arrived = time.time()
+    earlier = [WORDS.index(letter) for letter in said for _ in range(GRID)]
+    tokens = [*earlier[: 2 * GRID + 1], *[26] * (2 * GRID)]
+    tags = {"retained": True, "hash_matched": False, "consumable": False, "selected": False}
+    match = {"hash_matched": True, "consumable": True, "selected": True}
+    met: list[dict[str, Any]] = [
+        {"boundary": 4 * GRID, "kinds": ["decode_end"], **tags, "reason": "hash_mismatch"},
+        {"boundary": 2 * GRID, "kinds": ["input_end"], **tags, **match},
+    ]
+    more: dict[str, Any] = {
+        "candidates": msgspec.convert([] if told == "no match" else met, tuple[Candidate, ...]),
+        "input_end": InputEnd(outcome=InputEndOutcome.PUBLISHED, boundary=4 * GRID),
+    }
+    time.sleep(1.0)  # longer than it takes to ask the store
+    for text in (asked, "abXef", "abXq"):
+        store.publish(domain, text, "decode_end", name=f"{told} {text}")
+    more |= {"arrived": arrived, "time": time.time()}
+    mine = line("cmpl-2-0-aa", tokens, domain, chain(asked), True, **more)
+    theirs = line("cmpl-1-0-bb", earlier, domain, chain(said), True)
+    log = write_log(model, theirs, mine)
+    options = ("explain", "--request=cmpl-2", f"--request-log={log}", f"--store={store.uri}")
+    code, out, err = backhaul(*options, "--json")
+    assert code == 0, err
+    document = json.loads(out)
+    later = {(one["boundary"] // GRID, one["hash_matched"]) for one in document["candidates"]
+             if one["later"]}  # fmt: skip
+    assert later == {(4, True), (5, False), (4, False)}, "its own, what goes on from it, another's"
+    assert not document["full_match"]
+    assert document["difference"]["position"] == 2 * GRID + 1
+    assert document["difference"]["has_the_checkpoint"]
+    code, out, _ = backhaul(*options)
+    assert code == 0 and "goes on past the prompt, later" in out and "hash_mismatch, later" in out
+    assert "shallower, later" not in out and "no more of it" not in out
+    assert f"part at token {2 * GRID + 1}, against request cmpl-1-0-bb" in out
+    assert "came into the store after this request had looked" in out
+
+
 def test_a_decode_leg_is_not_said_to_have_asked(model: Path) -> None:
     fed = line("cmpl-1-0-bb", [1] * 9, "d", [], other_tokens=8, recomputed_tokens=1)
     asked = line("cmpl-1-0-aa", [1] * 9, "d", [], recomputed_tokens=9)
@@ -256,6 +303,7 @@ def test_a_full_match_has_no_closest_that_does_not(store: RunningStore, model: P
     assert f"one of tokens {2 * GRID} to {3 * GRID - 1} of this prompt.\n" in out
     out = explained("z", 1)  # departs at once
     assert "shares a block" in out and "Both share no whole block." in out
+    assert "before " not in out
 
 
 @st.composite
@@ -290,7 +338,7 @@ def test_the_first_other_token_is_in_the_block_that_is_named(
     )  # fmt: skip
     record = make_record("m", layout)
     home = DomainInfo(record.domain_id, record, (), 0.0, 1, {}, 0, 0)
-    found = Explanation(candidates=(), common=(), looked_up=0, closest=info, strangers=0)
+    found = Explanation(candidates=(), common=(), later=(), looked_up=0, closest=info, strangers=0)
     reader = make_reader(None, special_tokens=False)
     closest = as_document(home, found, subject, reader)["closest_mismatch"]
     pairs = zip(kept, prompt, strict=False)
@@ -310,6 +358,10 @@ def test_what_the_prompt_cuts_off_may_be_the_same(store: RunningStore, model: Pa
     options = ("explain", "--request=r", f"--request-log={log}", f"--store={store.uri}")
     code, out, _ = backhaul(*options)
     assert code == 0 and "the checkpoint only goes on." in out
+    assert "goes on past the prompt" in out
+    candidates = json.loads(backhaul(*options, "--json")[1])["candidates"]
+    (one,) = [one for one in candidates if one["goes_on"] and not one["domain"]]
+    assert one["boundary"] == 4 * GRID and one["reason"] == "hash_mismatch"
 
 
 def test_what_the_store_lost_is_still_compared_with_the_log(model: Path) -> None:

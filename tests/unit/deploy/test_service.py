@@ -45,14 +45,14 @@ def test_a_service_without_room_for_its_ready_line_and_with_few_files() -> None:
         assert "ready: " in (line := process.stderr.readline()), line
         assert line.endswith("(standard output takes nothing: No space left on device)\n")
         clients = [socket.create_connection(("127.0.0.1", port)) for _ in range(2 * SOFT)]
-        answer = httpx.get(f"http://127.0.0.1:{port}/health", timeout=60)
+        answer = httpx.get(f"http://127.0.0.1:{port}/health", timeout=300)
         assert answer.status_code == 503  # it has no worker
         assert psutil.Process(process.pid).num_fds() > SOFT
         for client in clients:
             client.close()
     finally:
         process.terminate()
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=300)
     assert process.returncode == 0
     assert "Traceback" not in errors and "Exception ignored" not in errors
 

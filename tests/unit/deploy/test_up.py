@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -57,6 +58,17 @@ def test_what_a_plan_starts(tmp_path: Path) -> None:
     config = next(a for a in services.prefill[0].command() if "kv-transfer-config" in a)
     assert services.store.uri in config
     assert '"cpu"' in config
+
+
+def test_engines_are_called_by_their_names_and_anew_at_every_start(tmp_path: Path) -> None:
+    services = make_services(plan(tmp_path, decode=2))
+    started = [engine for engine in (*services.prefill, *services.decode) for _ in range(2)]
+    ids = []
+    for engine in started:
+        (config,) = (a for a in engine.command() if a.startswith("--kv-transfer-config="))
+        ids.append(json.loads(config.partition("=")[2])["engine_id"])
+        assert ids[-1].startswith(f"{engine.name}-")
+    assert len(set(ids)) == len(ids)
 
 
 def test_every_engine_has_a_core_of_its_own_while_there_are_enough(tmp_path: Path) -> None:
@@ -190,7 +202,7 @@ def test_it_serves_until_it_is_told_to_stop(tmp_path: Path, ups: list[Up]) -> No
     logs = re.search(r"logs in (\S+)", up.text())
     assert logs and Path(logs[1]).parent == up.tmp and Path(logs[1]).is_dir()
     body = {"messages": [{"role": "user", "content": "u"}], "max_tokens": 2}
-    answer = httpx.post(f"http://127.0.0.1:{up.port}/v1/chat/completions", json=body, timeout=30)
+    answer = httpx.post(f"http://127.0.0.1:{up.port}/v1/chat/completions", json=body, timeout=300)
     assert answer.json()["choices"][0]["message"]["content"] == "w0 w1 "
     assert answer.headers["x-backhaul-handover"] == "done"
     os.kill(up.process.pid, signal.SIGINT)

@@ -127,7 +127,7 @@ def running(prefill: int = 1, decode: int = 1, **options: Any) -> Iterator[Setup
         server = AppServer(app, lifespan=True)
         server.server.config.loop = "asyncio"
         stack.enter_context(server)
-        http = stack.enter_context(httpx.Client(base_url=server.url, timeout=60.0))
+        http = stack.enter_context(httpx.Client(base_url=server.url, timeout=300))
         yield Setup(http, server.url, p, d, server, app)
         for each in (server, *(engine.server for engine in (*p, *d))):
             each.stop_soon()
@@ -180,7 +180,7 @@ def in_front_of(*urls: str, **options: Any) -> Iterator[httpx.Client]:
     settings = ProxySettings(prefill=urls, decode=urls, **options)
     with (
         AppServer(make_app(settings), lifespan=True) as server,
-        httpx.Client(base_url=server.url, timeout=60.0) as http,
+        httpx.Client(base_url=server.url, timeout=300) as http,
     ):
         yield http
 

@@ -355,7 +355,7 @@ def _leave(url: str, path: str, body: dict[str, object], ready: Callable[[], boo
             leave.set()
             raise ConnectionAbortedError
 
-    with httpx.Client(timeout=60) as client, pytest.raises(ConnectionAbortedError):
+    with httpx.Client(timeout=300) as client, pytest.raises(ConnectionAbortedError):
         client.post(url + path, json=body, extensions={"trace": trace})
     assert leave.is_set()
 
@@ -444,7 +444,7 @@ def test_many_at_once() -> None:
         answers: list[int] = []
 
         def ask(number: int) -> None:
-            with httpx.Client(timeout=60) as http:
+            with httpx.Client(timeout=300) as http:
                 for stream in (False, True):
                     body = CHAT | {"stream": stream, "user": str(number), "max_tokens": 20}
                     url = f"{setup.url}/v1/chat/completions"

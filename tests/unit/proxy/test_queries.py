@@ -46,7 +46,7 @@ def test_a_workers_cookie_reaches_its_client_and_nobody_else(path: str) -> None:
 def _get(url: str, path: str) -> int:
     """Status of a path that no client library has put right."""
     parts = urllib.parse.urlsplit(url)
-    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=60)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=300)
     try:
         connection.request("GET", path)
         return connection.getresponse().status

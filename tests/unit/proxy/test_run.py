@@ -45,12 +45,12 @@ def test_it_says_where_it_is_and_ends_what_runs_when_told_to_stop(
     engine.behave = lambda seen: Behaviour(token_delay_s=0.05)
     process, url = start(engine)
     body = CHAT | {"stream": True, "max_tokens": 10}
-    with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=60) as response:
+    with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=300) as response:
         lines = response.iter_lines()
         next(lines)
         process.send_signal(number)
         assert [line for line in lines if line][-1] == "data: [DONE]"
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=300)
     assert process.returncode == 0
     assert "Traceback" not in errors
 
@@ -59,10 +59,10 @@ def test_what_does_not_end_is_ended(engine: FakeEngine) -> None:
     engine.behave = lambda seen: Behaviour(stall_after=2)
     process, url = start(engine, "--grace", "1")
     body = CHAT | {"stream": True}
-    with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=60) as response:
+    with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=300) as response:
         next(response.iter_lines())
         process.terminate()
-        process.communicate(timeout=60)
+        process.communicate(timeout=300)
     assert process.returncode == 0
     assert engine.seen[-1].disconnected.wait(60)
 
@@ -77,7 +77,7 @@ def test_what_does_not_end_is_ended(engine: FakeEngine) -> None:
     ],
 )
 def test_a_wrong_command_line_is_one_line(args: list[str], words: str) -> None:
-    done = subprocess.run([*COMMAND, *args], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*COMMAND, *args], capture_output=True, text=True, timeout=300)
     assert done.returncode == 2
     assert words in done.stderr
     assert done.stderr.count("\n") == 1
@@ -87,6 +87,6 @@ def test_a_port_that_is_taken() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         listen = f"127.0.0.1:{taken.getsockname()[1]}"
         args = ["--prefill", "http://p", "--decode", "http://d", "--listen", listen]
-        done = subprocess.run([*COMMAND, *args], capture_output=True, text=True, timeout=60)
+        done = subprocess.run([*COMMAND, *args], capture_output=True, text=True, timeout=300)
     assert done.returncode == 2
     assert f"cannot listen on {listen}" in done.stderr

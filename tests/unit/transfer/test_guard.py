@@ -131,7 +131,7 @@ def send(target: str, method: str, data: bytes) -> tuple[grpc.StatusCode, str]:
     with grpc.insecure_channel(target) as channel:
         call = channel.unary_unary(f"/{SERVICE.full_name}/{method}")
         try:
-            call(data, timeout=60)
+            call(data, timeout=300)
         except grpc.RpcError as error:
             failed: Any = error
             return failed.code(), failed.details()
@@ -144,7 +144,7 @@ def send(target: str, method: str, data: bytes) -> tuple[grpc.StatusCode, str]:
 )  # fmt: skip
 def test_a_path_that_is_no_method(target: str, path: str, caplog: pytest.LogCaptureFixture) -> None:
     with grpc.insecure_channel(target) as channel, pytest.raises(grpc.RpcError) as caught:
-        channel.unary_unary(path)(b"", timeout=60)
+        channel.unary_unary(path)(b"", timeout=300)
     error: Any = caught.value
     assert error.code() is grpc.StatusCode.UNIMPLEMENTED
     assert caplog.messages == []
