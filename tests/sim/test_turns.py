@@ -113,6 +113,17 @@ def test_an_output_that_ends_around_a_boundary(
     assert second.resumed == (end - 1) // B * B
 
 
+def test_a_prompt_that_ends_at_a_checkpoint_resumes_below_it(pair: Pair) -> None:
+    """Its last token has to be computed, and the state there has taken it in already."""
+    decode, prefill = pair.engine(name="decode"), pair.engine(name="prefill")
+    first = decode.run(tokens(3 * B, 1), B + 1)
+    decode.check_idle()
+    assert [boundary for boundary, _ in kinds(pair)] == [2 * B, 4 * B]
+    second = prefill.run(first.history[: 4 * B], 4)
+    assert second.loaded == second.resumed == 2 * B
+    pair.check_idle()
+
+
 @pytest.mark.parametrize("groups", [MIXED, ATTENTION, (FULL, STATE)])
 @pytest.mark.parametrize("layout", ["LBHNC", "BLHNC"])
 def test_other_models_and_layouts(pair: Pair, groups: tuple[Any, ...], layout: str) -> None:
