@@ -112,6 +112,14 @@ class Setup:
         ]
 
 
+# A busy machine may let the proxy itself stand for longer than its usual limits of these.
+_DEFAULTS: dict[str, Any] = {
+    "health_interval_s": 0.05,
+    "connect_timeout_s": 60.0,
+    "health_timeout_s": 60.0,
+}
+
+
 @contextlib.contextmanager
 def running(prefill: int = 1, decode: int = 1, **options: Any) -> Iterator[Setup]:
     """Engines, and a proxy in front of them."""
@@ -121,7 +129,7 @@ def running(prefill: int = 1, decode: int = 1, **options: Any) -> Iterator[Setup
         settings = ProxySettings(
             prefill=tuple(engine.url for engine in p),
             decode=tuple(engine.url for engine in d),
-            **({"health_interval_s": 0.05} | options),
+            **(_DEFAULTS | options),
         )
         app = Hasty(make_app(settings))
         server = AppServer(app, lifespan=True)
