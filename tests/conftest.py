@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 import backhaul.protocols
@@ -20,6 +22,13 @@ settings.load_profile("backhaul")
 # tests start and interrupt would never hear of it.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def logging_lets_lines_through() -> None:
+    """What an earlier test's libraries made of the process's logging is no matter of the next."""
+    logging.disable(logging.NOTSET)
+    logging.getLogger().setLevel(logging.WARNING)
 
 
 def pytest_report_header() -> str:

@@ -423,11 +423,11 @@ class BlockIndex:
         asked before, so that it is a lookup and no further traffic. ``lease_name``: what follows
         the instance id in the lease's id, unlike any other's; numbered where it is empty."""
         now = self.expire(now)
-        domain = self._domain(domain_id, now)
         check_hashes(boundary_hashes)
         lease_s = min(seconds("lease_s", lease_s), self.lease_max_s)
         if lease_s:
             self.leases.check_room(lease_name)
+        domain = self._domain(domain_id, now)
         if not follow_up:
             self.counters["lookups"] += 1
             if not repeat:

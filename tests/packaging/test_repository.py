@@ -138,7 +138,8 @@ def test_the_demos_help_before_the_set_up_names_its_options() -> None:
     [
         ("", ""),
         ("tests/unit", "--no-tools"),
-        ("tests/unit/proxy tests/e2e/test_resume.py -x", "--no-tools"),
+        ("tests/unit/proxy tests/contract -x", "--no-tools"),
+        ("tests/unit/proxy tests/e2e/test_resume.py -x", ""),
         ("-k lookup", ""),
         ("tests/unit tests/browser", ""),
         ("tests/prometheus/test_scrape.py", ""),

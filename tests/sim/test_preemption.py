@@ -164,7 +164,7 @@ def test_a_request_that_waits_beside_one_that_is_preempted(
     """vLLM preempts running requests only: what another one waits for goes on."""
     engine, history = engines(bench, asynchronous, late)
     bench.faults.slow_s = 0.02
-    victim = engine.submit(tokens(2 * B, 9), 120)
+    victim = engine.submit(tokens(2 * B, 9), 600)  # still runs when the other one waits
     name = state(bench, engine, history)
     preempt(engine, victim)
     assert not engine.requests[name].num_preemptions

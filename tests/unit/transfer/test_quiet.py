@@ -18,13 +18,26 @@ class Clock:
         return self.now
 
 
-def test_many_lines_are_one_and_a_count(caplog: pytest.LogCaptureFixture) -> None:
-    clock = Clock()
-    log = QuietLog(logging.getLogger("test"), clock)
+class Lines(logging.Handler):
+    """What is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def test_many_lines_are_one_and_a_count() -> None:
+    clock, lines = Clock(), Lines()
+    logger = logging.Logger("of its own")
+    logger.addHandler(lines)
+    log = QuietLog(logger, clock)
     for second in range(25):
         clock.now = float(second)
         log.warning("refused %s", second)
-    assert caplog.messages == [
+    assert lines.messages == [
         "refused 0",
         "refused 10 (9 more before)",
         "refused 20 (9 more before)",
