@@ -13,6 +13,9 @@ LOG_INTERVAL_S = 10.0
 _FROM_OUTSIDE = ("asyncio", "uvicorn.error", "grpc._cython.cygrpc")
 """Loggers of what serves connections: a line per malformed request, and a traceback per connection
 for which no file is left."""
+_UNREAD = "ExecuteBatchError raised in core"
+"""How gRPC's line begins where a connection ended while an answer was being sent. It adds a
+traceback of its own code, and there is nothing to mend: callers may leave."""
 _KINDS_MAX = 64
 """Lines of these loggers told apart; the texts are a handful."""
 
@@ -63,6 +66,9 @@ class QuietServers(logging.Filter):
         """See ``logging.Filter``."""
         if record.name not in _FROM_OUTSIDE:
             return True
+        if str(record.msg).startswith(_UNREAD):
+            record.msg = "an answer had no reader any more"
+            record.args = record.exc_info = record.exc_text = None
         kind = (record.name, str(record.msg).partition("\n")[0])
         if kind not in self._kinds and len(self._kinds) >= _KINDS_MAX:
             kind = (record.name, "")

@@ -26,7 +26,7 @@ class Lines(logging.Handler):
         self.messages: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
+        self.messages.append(self.format(record))
 
 
 def test_many_lines_are_one_and_a_count() -> None:
@@ -66,6 +66,24 @@ def test_a_server_says_each_kind_of_line_once_in_a_while(name: str) -> None:
     # Texts of any number keep a bounded memory.
     told = [i for i in range(1000) if shown(quiet, name, f"text {i}")]
     assert len(told) < 100 and told == list(range(len(told)))
+
+
+def test_a_caller_that_left_while_it_was_answered_leaves_no_traceback() -> None:
+    logger, lines = logging.Logger("grpc._cython.cygrpc"), Lines()
+    logger.addHandler(lines)
+    lines.addFilter(QuietServers(Clock()))
+    lines.setFormatter(logging.Formatter("%(message)s"))
+    for text in (
+        "ExecuteBatchError raised in core by servicer method [/backhaul.v1.Catalog/Reserve]",
+        "Unexpected [KeyError] raised by servicer method [/backhaul.v1.Catalog/Reserve]",
+    ):
+        try:
+            raise KeyError("a")
+        except KeyError:
+            logger.exception(text)
+    left, fault = lines.messages
+    assert left == "an answer had no reader any more"
+    assert fault.startswith("Unexpected") and "Traceback" in fault, "a fault of ours is told whole"
 
 
 def test_our_own_lines_are_all_shown() -> None:
