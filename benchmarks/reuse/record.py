@@ -303,12 +303,21 @@ def read_results(path: Path) -> Iterator[Result]:
     Raises ``ConfigError`` that names file, line and field for anything else that is malformed,
     numbers that cannot be any included, and where the file cannot be read.
     """
+    for where, line in whole_lines(path):
+        yield _result(line, where)
+
+
+def whole_lines(path: Path) -> Iterator[tuple[str, bytes]]:
+    """``file:number`` and the line, for each that was written to its end.
+
+    Raises ``ConfigError`` where the file cannot be read.
+    """
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 if not line.endswith(b"\n"):
                     return
-                yield _result(line, f"{path}:{number}")
+                yield f"{path}:{number}", line
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
 

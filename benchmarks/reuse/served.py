@@ -27,6 +27,7 @@ from backhaul.benchmarks.reuse.record import (
     RequestResult,
     Result,
     Source,
+    whole_lines,
 )
 from backhaul.benchmarks.reuse.relations import Relations, judged
 from backhaul.benchmarks.reuse.trace import Span, Turn
@@ -69,14 +70,8 @@ def read_logs(paths: Iterable[Path]) -> Iterator[LoggedRequest]:
     be read.
     """
     for path in paths:
-        try:
-            with path.open("rb") as file:
-                for number, line in enumerate(file, 1):
-                    if not line.endswith(b"\n"):
-                        break
-                    yield _logged(line, f"{path}:{number}")
-        except OSError as error:
-            raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
+        for where, line in whole_lines(path):
+            yield _logged(line, where)
 
 
 def _logged(line: bytes, where: str) -> LoggedRequest:
