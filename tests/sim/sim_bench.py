@@ -48,7 +48,7 @@ class Bench:
         self.pair.check_idle()
 
 
-def step_until(engine: SimEngine, condition: Callable[[], bool], seconds: float = 60.0) -> None:
+def step_until(engine: SimEngine, condition: Callable[[], bool], seconds: float = 300.0) -> None:
     """Step until something is so."""
     deadline = time.monotonic() + seconds
     while not condition():

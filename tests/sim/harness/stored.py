@@ -19,7 +19,7 @@ from harness.memory import KvMemory
 
 
 def check_store(
-    uri: str, engine: SimEngine, asked: Iterable[SimEngine], *, settle_s: float = 60.0
+    uri: str, engine: SimEngine, asked: Iterable[SimEngine], *, settle_s: float = 300.0
 ) -> int:
     """Read every checkpoint back and compare it with its key's tokens. Returns their number.
 
