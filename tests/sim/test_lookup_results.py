@@ -38,7 +38,7 @@ def with_gone(boundaries: list[int]) -> Callable[[Store], Store]:
         def remembers(*args: Any, **more: Any) -> LookupResult:
             result = lookup(*args, **more)
             if result.lease is not None:
-                store.release([result.lease], timeout_s=1)
+                store.release([result.lease], timeout_s=300)
             gone = tuple(
                 CheckpointMatch(
                     boundary=boundary, kinds=(CheckpointKind.DECODE_END,), consumable=False,

@@ -40,6 +40,9 @@ from harness.groups import HYBRID, Group, cache_config
 from harness.memory import KvMemory
 from harness.runner import SimRunner
 
+HANGS_S = 600.0
+"""After which something hangs, seconds. A busy machine may take any time, so no less."""
+
 _check_surface_once = cache(connector_module.require_vllm_surface)
 
 
@@ -366,7 +369,7 @@ class SimEngine:
         self.drain()
         return self.finished[name]
 
-    def drain(self, seconds: float = 300.0) -> None:
+    def drain(self, seconds: float = HANGS_S) -> None:
         """Step until the engine core would sleep."""
         deadline = time.monotonic() + seconds
         while self.step():
@@ -413,7 +416,7 @@ class SimEngine:
                 f"{one.name} ({one.reason}): {one.output} instead of {one.expected}"
             )
 
-    def check_idle(self, seconds: float = 300.0) -> None:
+    def check_idle(self, seconds: float = HANGS_S) -> None:
         """What must hold, or soon hold, once nothing is left to do."""
         self.check()
         deadline = time.monotonic() + seconds
