@@ -21,7 +21,7 @@ from backhaul.connector.outcome import Answered, producer_age, reuse_of
 from backhaul.connector.stats import StatsRecorder
 from backhaul.connector.tracking import Load, TrackedRequest
 from backhaul.protocols.candidates import Limits, deepest_usable
-from backhaul.protocols.checkpoint import Reason, primary_kind
+from backhaul.protocols.checkpoint import LookupOutcome, NotAsked, Reason, primary_kind
 from backhaul.protocols.layout import CacheLayout, GroupKind, block_hash_index, required_blocks
 from backhaul.protocols.options import Options
 from backhaul.transfer.entries import HASHES_MAX
@@ -156,12 +156,13 @@ class Consumer:
         load, tracked.offered = tracked.offered, None
         if load is None or external_tokens != load.boundary - load.local_tokens:
             if self._catalog.started(tracked.request_id):
-                self._count_lookup(tracked, "not_taken" if load else _unused(tracked.answered))
+                outcome = LookupOutcome.NOT_TAKEN if load else _unused(tracked.answered)
+                self._count_lookup(tracked, outcome)
                 self._catalog.drop(tracked.request_id)
             elif self._cut_off and self._may_load(tracked):
-                self._stats.count("lookups", Reason.CACHE_RESET)
+                self._count_lookup(tracked, LookupOutcome.CACHE_RESET)
             return
-        self._count_lookup(tracked, "hit")
+        self._count_lookup(tracked, LookupOutcome.HIT)
         lease = self._catalog.take(tracked.request_id, foreign=load.source is not None)
         assert lease is not None  # granted with every consumable match
         blocks = tuple(self._blocks_to_fill(tracked, load, table))
@@ -263,8 +264,10 @@ class Consumer:
 
     # -- helpers ------------------------------------------------------------------------------
 
-    def _count_lookup(self, tracked: TrackedRequest, result: str) -> None:
-        self._stats.count("lookups", result)
+    def _count_lookup(self, tracked: TrackedRequest, outcome: LookupOutcome) -> None:
+        self._stats.count("lookups", outcome)
+        if tracked.outcome is None:  # the record is of what came before the prefill
+            tracked.lookup = outcome
         seconds = self._catalog.seconds(tracked.request_id)
         if seconds is not None:
             self._stats.observe("lookup_seconds", seconds)
@@ -277,13 +280,13 @@ class Consumer:
 
     @staticmethod
     def _may_load(tracked: TrackedRequest) -> bool:
-        request = tracked.request
-        if tracked.loads_over or not tracked.hints.load:
-            return False
-        params = request.kv_transfer_params
-        if isinstance(params, dict) and params.get("do_remote_prefill"):
-            return False  # another connector fetches this request's own cache
-        return not request.skip_reading_prefix_cache
+        return not tracked.loads_over and _excluded(tracked) is None
+
+    def why_not_asked(self, tracked: TrackedRequest) -> NotAsked | None:
+        """Why a request whose prefill begins had no lookup; None where it had one."""
+        if tracked.asked or tracked.lookup is not None:
+            return None
+        return _excluded(tracked) or NotAsked.BELOW_GRID
 
     def _blocks_to_fill(
         self, tracked: TrackedRequest, load: Load, table: BlockTable
@@ -313,9 +316,22 @@ class Consumer:
         return blocks
 
 
-def _unused(answered: Answered | None) -> str:
-    """What to count a lookup as that led to no offer."""
+def _excluded(tracked: TrackedRequest) -> NotAsked | None:
+    """Why a request may load nothing, whatever the store has."""
+    request = tracked.request
+    params = request.kv_transfer_params
+    if isinstance(params, dict) and params.get("do_remote_prefill"):
+        return NotAsked.HANDED_OVER  # another connector fetches this request's own cache
+    if not tracked.hints.load:
+        return NotAsked.OPTED_OUT
+    return NotAsked.NO_CACHE_READ if request.skip_reading_prefix_cache else None
+
+
+def _unused(answered: Answered | None) -> LookupOutcome:
+    """What a lookup came to that led to no offer."""
     if answered is None:
-        return "miss"
+        return LookupOutcome.MISS
+    if answered.reason is not None:
+        return LookupOutcome(answered.reason)
     found = any(match.consumable for match in answered.matches)
-    return answered.reason or ("passed_over" if found else "miss")
+    return LookupOutcome.PASSED_OVER if found else LookupOutcome.MISS

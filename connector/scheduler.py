@@ -41,7 +41,7 @@ from backhaul.connector.request_log import RequestLog
 from backhaul.connector.stats import BackhaulStats, StatsRecorder, TransportRanks, series
 from backhaul.connector.tracking import Load, TrackedRequest
 from backhaul.protocols.candidates import tag_candidates
-from backhaul.protocols.checkpoint import UNKNOWN_WORK, Reason, primary_kind
+from backhaul.protocols.checkpoint import UNKNOWN_WORK, NotAsked, Reason, primary_kind
 from backhaul.protocols.match_history import MatchHistory, observe
 from backhaul.protocols.metrics import NONE
 from backhaul.protocols.options import FinishReason, Options, WorkerKind
@@ -497,6 +497,10 @@ class SchedulerHalf:
             junction=tracked.junction,
             work=work,
         )
+        loads = self._consumer
+        tracked.not_asked = loads.why_not_asked(tracked) if loads else NotAsked.ROLE
+        if tracked.not_asked is not None:
+            self._stats.count("not_asked", tracked.not_asked)
         asked = tracked.answered is not None and answered.reason is None
         count_outcome(outcome, self._stats, asked=asked)
         self._learn(tracked, candidates)

@@ -12,6 +12,8 @@ from backhaul.connector.outcome import Answered, Outcome, shown
 from backhaul.protocols.checkpoint import (
     CheckpointKind,
     LeaseId,
+    LookupOutcome,
+    NotAsked,
     ProducerAge,
     PublicationId,
     Reason,
@@ -81,6 +83,7 @@ class TrackedRequest:
     as a use; ``junction`` is vLLM's own, in whole boundaries; ``denied``: boundary -> why its load
     failed; ``replies`` is false of a prefill leg, whose one token is no reply;
     ``outcome`` is set once, when the prefill begins;
+    ``lookup`` is what its last lookup before that came to, ``not_asked`` why there was none;
     ``forced`` are the chunk ends that were forced so far; ``takes_input_end`` says whether policy,
     role and hints allow a U_end to be published. ``choice`` is what its ``policy`` chose when it
     arrived; ``verbatim`` finds the end of what the parser keeps, where the policy asks for it;
@@ -107,6 +110,8 @@ class TrackedRequest:
     loading: Load | None = None
     loaded: Load | None = None
     miss: Reason | None = None
+    lookup: LookupOutcome | None = None
+    not_asked: NotAsked | None = None
     asked: bool = False
     local_tokens: int = 0
     publication: PublicationId | None = None
@@ -138,6 +143,7 @@ class TrackedRequest:
         if outcome is None:  # it ended before its prefill began
             return RequestRecord(
                 prompt_tokens=self.request.num_prompt_tokens,
+                lookup=self.lookup,
                 reason=self.miss,
                 input_end=self._input_end(0),
                 chosen=self._chosen(),
@@ -150,6 +156,8 @@ class TrackedRequest:
             other_tokens=outcome.other_tokens,
             recomputed_tokens=outcome.recomputed_tokens,
             selected=outcome.selected,
+            lookup=self.lookup,
+            not_asked=self.not_asked,
             reason=None if outcome.selected else self.miss,
             matched=outcome.matched,
             reuse=outcome.reuse,

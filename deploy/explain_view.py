@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from backhaul.deploy.terminal import format_age
+from backhaul.protocols.checkpoint import LookupOutcome, NotAsked
 
 GOES_ON = "goes on past the prompt"
 """Said of a checkpoint that does not match, since it is longer."""
@@ -24,14 +25,40 @@ def print_request(record: Mapping[str, Any]) -> None:
     candidates = [one for one in record.get("candidates", ()) if isinstance(one, dict)]
     if candidates:
         print_candidates(candidates)
-    elif record.get("other_tokens"):
-        print(
-            "Another connector brought this prompt, as on the decode leg of a P/D pair, so the "
-            "store was not asked.\nWhat the prompt reused is in the prefill leg's record: give "
-            "that engine's --request-log and the id that the client knows."
-        )
     else:
-        print("The store knew no checkpoint that shares a block with this prompt.")
+        print(_why_no_candidates(record))
+
+
+def _why_no_candidates(record: Mapping[str, Any]) -> str:
+    why, grid = record.get("not_asked"), record.get("grid_tokens")
+    if why in _NOT_ASKED:
+        return f"The store was not asked: {_NOT_ASKED[why].format(grid=grid)}."
+    if record.get("other_tokens"):  # an older Backhaul's record
+        return f"The store was not asked: {_NOT_ASKED[NotAsked.HANDED_OVER]}."
+    if "lookup" in record and record["lookup"] is None:
+        return "The request ended too early for anything to come of a lookup."
+    if record.get("lookup") in _UNANSWERED:
+        return f"What the store held is not known: it did not answer ({record['lookup']})."
+    return "The store knew no checkpoint that shares a block with this prompt."
+
+
+_UNANSWERED = (
+    LookupOutcome.TIMEOUT,
+    LookupOutcome.UNREACHABLE,
+    LookupOutcome.DENIED,
+    LookupOutcome.CACHE_RESET,
+    LookupOutcome.INTERNAL,
+)
+_NOT_ASKED: dict[Any, str] = {
+    NotAsked.ROLE: "this engine's kv_role is to publish only",
+    NotAsked.HANDED_OVER: "another connector brings this prompt, as on the decode leg of a P/D "
+    "pair.\nWhat the prompt reused is in the prefill leg's record: give that engine's "
+    "--request-log and the id that the client knows",
+    NotAsked.OPTED_OUT: 'the request\'s hint "load" was false',
+    NotAsked.NO_CACHE_READ: "vLLM computes all of a prompt whose log-probabilities are wanted, or "
+    "whose cache must not be read",
+    NotAsked.BELOW_GRID: "the prompt ends before the first boundary, at {grid} tokens",
+}
 
 
 def print_lookup(document: Mapping[str, Any]) -> None:

@@ -57,6 +57,8 @@ class _Line(msgspec.Struct, kw_only=True):
     time: _Seconds = 0.0
     arrived: _Seconds = 0.0
     reason: str | None = None
+    lookup: str | None = None
+    not_asked: str | None = None
     prompt_tokens: _Count = 0
     local_tokens: _Count = 0
     loaded_tokens: _Count = 0
@@ -99,9 +101,11 @@ class RequestLine:
 
     @property
     def has_asked(self) -> int:
-        """How sure it is that it looked for checkpoints: 2, it met some; 0, another connector
-        brought its prompt, as on the decode leg of a P/D pair, which does not ask."""
-        return 2 if self.raw.get("candidates") else int(not self.raw.get("other_tokens"))
+        """How sure it is that it looked for checkpoints: 2, it met some; 0, it did not, as on the
+        decode leg of a P/D pair, whose prompt another connector brings."""
+        if self.raw.get("candidates"):
+            return 2
+        return int(not (self.raw.get("other_tokens") or self.raw.get("not_asked")))
 
     def sparse_hashes(self, hash_tokens: int) -> tuple[bytes, ...]:
         """The prompt's hashes in units of ``hash_tokens``, empty where no boundary lies."""

@@ -75,6 +75,39 @@ class PassedOver(enum.StrEnum):
     """It was offered and vLLM did not take it, e.g. another connector's offer came first."""
 
 
+class LookupOutcome(enum.StrEnum):
+    """What a lookup came to, once its request got blocks."""
+
+    HIT = "hit"
+    """A load was begun."""
+    NOT_TAKEN = "not_taken"
+    """A load was offered, and vLLM did not take it."""
+    PASSED_OVER = "passed_over"
+    """Something consumable was there, and not worth a load or tried before."""
+    MISS = "miss"
+    """Nothing consumable was there."""
+    TIMEOUT = "timeout"
+    UNREACHABLE = "unreachable"
+    DENIED = "denied"
+    CACHE_RESET = "cache_reset"
+    INTERNAL = "internal"
+
+
+class NotAsked(enum.StrEnum):
+    """Why the store was not asked about a request at all."""
+
+    ROLE = "role"
+    """The engine's role is to publish only."""
+    HANDED_OVER = "handed_over"
+    """Another connector brings the prompt's cache: the decode leg of a P/D pair."""
+    OPTED_OUT = "opted_out"
+    """The request's ``load`` hint says no."""
+    NO_CACHE_READ = "no_cache_read"
+    """vLLM computes its whole prompt, e.g. for log-probabilities of the prompt."""
+    BELOW_GRID = "below_grid"
+    """No boundary lies before the prompt's last token."""
+
+
 class ProducerAge(enum.StrEnum):
     """How many requests of the same history ago a checkpoint was produced, as far as a store can
     know: by the order of the ends of its kind along the prefix."""

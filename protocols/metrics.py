@@ -19,6 +19,8 @@ from typing import NamedTuple
 from backhaul.protocols.checkpoint import (
     UNKNOWN_KIND,
     CheckpointKind,
+    LookupOutcome,
+    NotAsked,
     PassedOver,
     ProducerAge,
     Reason,
@@ -130,22 +132,8 @@ PUBLICATION_REASON = Label(
 PASSED_OVER = Label("reason", _values(*PassedOver))
 TAG = Label("tag", ("known", *_values(*Tag)))
 """The funnel: ``known`` counts every candidate, each tag those that carry it."""
-LOOKUP_RESULT = Label(
-    "result",
-    (
-        "hit",
-        "not_taken",
-        "passed_over",
-        "miss",
-        *_values(
-            Reason.TIMEOUT,
-            Reason.UNREACHABLE,
-            Reason.DENIED,
-            Reason.CACHE_RESET,
-            Reason.INTERNAL,
-        ),
-    ),
-)
+LOOKUP_RESULT = Label("result", _values(*LookupOutcome))
+NOT_ASKED = Label("reason", _values(*NotAsked))
 SOURCE = Label("source", ("local", "loaded", "other", "recomputed"))
 PRODUCER_AGE = Label("producer_age", _values(*ProducerAge))
 REUSE = Label("reuse", _values(*Reuse))
@@ -248,9 +236,12 @@ ENGINE: dict[str, Metric] = {
     "recomputed_tokens": _histogram("Prompt tokens computed after the hit.", _TOKEN_BUCKETS),
     # -- lookups and loads --
     "lookups": _counter(
-        "Lookups of requests that got blocks: hit, found and not used, miss, or why the store was "
-        "not asked.",
+        "Lookups of requests that got blocks: hit, found and not used, miss, or why the store did "
+        "not answer.",
         LOOKUP_RESULT,
+    ),
+    "not_asked": _counter(
+        "Requests whose prefill began and of which the store was never asked.", NOT_ASKED
     ),
     "lookup_seconds": _histogram(
         "Time of a lookup, a wait for a publication included.", _LOOKUP_BUCKETS_S

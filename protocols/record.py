@@ -9,6 +9,8 @@ import msgspec
 
 from backhaul.protocols.checkpoint import (
     CheckpointKind,
+    LookupOutcome,
+    NotAsked,
     PassedOver,
     ProducerAge,
     Reason,
@@ -148,6 +150,9 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
         other_tokens: brought by another connector.
         recomputed_tokens: computed.
         selected: the checkpoint used; None where nothing was loaded.
+        lookup: what its lookup came to, the last one before its prefill began; None where the
+            store was not asked, or the request ended first.
+        not_asked: why the store was not asked; None where it was, or the request ended first.
         reason: why nothing was loaded above the local hit, where there is a reason.
         reuse: whether the deepest checkpoint known of this prefix had been looked up before; None
             where the store knew none.
@@ -169,6 +174,8 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     other_tokens: int = 0
     recomputed_tokens: int = 0
     selected: Selected | None = None
+    lookup: LookupOutcome | None = None
+    not_asked: NotAsked | None = None
     reason: Reason | None = None
     matched: MatchedTokens = MatchedTokens()
     reuse: Reuse | None = None

@@ -16,7 +16,7 @@ from promql_kit import RULES, exposed
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "deploy"))
 from store_kit import RunningStore, running_store
 
-WAIT_S = 60
+WAIT_S = 300.0
 
 
 @pytest.fixture(scope="module")

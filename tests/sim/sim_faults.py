@@ -111,6 +111,9 @@ class Restartable:
         self.generation += 1
 
 
+_SCRIBBLE_S = 0.2
+
+
 class _StillWriting:
     """A read that was given up but goes on: it fills its memory with garbage for a while."""
 
@@ -160,7 +163,7 @@ class FaultyStore(Store):
                 if self._regions:
                     store.attach(self._regions)
                 for record in self._records.values():
-                    store.open_domain(record, timeout_s=1)
+                    store.open_domain(record, timeout_s=300)
                 self._stores[generation] = store
             return store
 
@@ -189,7 +192,7 @@ class FaultyStore(Store):
         if self._faults.strikes("read_fails"):
             return TransferResult(ok=False, reason=Reason.LOAD_FAILED)
         if self._faults.strikes("read_unsettled"):
-            still = _StillWriting(items, self._faults.slow_s)
+            still = _StillWriting(items, min(self._faults.slow_s, _SCRIBBLE_S))
             return TransferResult(ok=False, reason=Reason.TIMEOUT, unsettled=still)
         generation, own = _lease(lease)
         if generation != self._where.generation:

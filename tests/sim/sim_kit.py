@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from harness import Pair
+from harness import HANGS_S, Pair
 
 from backhaul.protocols.checkpoint import CheckpointKind
 from backhaul.transfer.registry import open_store
@@ -30,7 +30,7 @@ def tokens(count: int, seed: int) -> list[int]:
 def kinds(pair: Pair) -> list[tuple[int, set[CheckpointKind]]]:
     """(boundary, kinds) of everything in the store, by boundary."""
     store = open_store(pair.uri, client_name="look")
-    found = store.list_checkpoints(timeout_s=1)
+    found = store.list_checkpoints(timeout_s=300)
     store.close()
     return sorted((info.boundary, set(info.kinds)) for info in found)
 
@@ -56,7 +56,7 @@ def daemon(*options: str) -> Iterator[str]:
 
 
 def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + HANGS_S
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from backhaul.protocols.checkpoint import Tag, primary_kind
+from backhaul.protocols.checkpoint import LookupOutcome, Tag, primary_kind
 from backhaul.protocols.record import CANDIDATES_MAX, DecodeEndReason, RequestRecord
 
 if TYPE_CHECKING:
@@ -35,6 +35,9 @@ def check_tags(params: Any) -> RequestRecord:
     chosen = [candidate for candidate in record.candidates if candidate.selected]
     assert len(chosen) == (record.selected is not None), "at most one, and it is listed"
     assert (record.loaded_tokens > 0) == bool(chosen)
+    assert record.lookup is None or record.not_asked is None, record
+    assert (record.lookup == LookupOutcome.HIT) == bool(chosen), record
+    assert not record.candidates or record.lookup is not None, record
     for candidate, selected in zip(chosen, [record.selected], strict=False):
         assert selected is not None
         assert selected.boundary == candidate.boundary == record.local_tokens + record.loaded_tokens
@@ -63,6 +66,7 @@ def check_record(engine: SimEngine, done: Finished) -> RequestRecord:
     if prefill is not None:
         assert record.prompt_tokens == prefill.num_prompt_tokens
         assert record.local_tokens == prefill.num_local_cached_tokens
+        assert record.lookup or record.not_asked, "nobody is left guessing why"
         external = record.loaded_tokens + record.other_tokens
         assert external == prefill.num_external_cached_tokens
         assert record.prompt_tokens - record.recomputed_tokens == prefill.num_cached_tokens
@@ -91,6 +95,8 @@ def check_counters(engine: SimEngine) -> None:
     ends = {k.split("|")[1]: n for k, n in counters.items() if k.startswith("requests|")}
     none = ends.pop("none", 0)
     assert ends == {k: n for k, n in selected.items() if n}
+    # One that loaded in vain was looked up more than once.
+    assert total("lookups") + total("not_asked") >= sum(ends.values()) + none
     assert total("incremental_hits") <= sum(ends.values())
     assert total("decode_end_missed") <= sum(ends.values()) + none
     assert total("incremental_tokens") <= counters["prompt_tokens|loaded"]

@@ -47,7 +47,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def content(bench: Bench) -> set[tuple[int, bytes]]:
     """Everything that lookups can find."""
     store = open_store(bench.where.uri, client_name="look")
-    found = store.list_checkpoints(timeout_s=1)
+    found = store.list_checkpoints(timeout_s=300)
     store.close()
     return {(info.boundary, bytes(info.block_hash)) for info in found}
 

@@ -8,7 +8,7 @@ from itertools import permutations, product
 from typing import Any, NamedTuple
 
 import pytest
-from harness import Group, Pair, SimEngine
+from harness import HANGS_S, Group, Pair, SimEngine
 from presence import put_attention, put_state
 from sim_kit import tokens
 from vllm.sampling_params import SamplingParams
@@ -186,7 +186,7 @@ def first_chunk(engine: SimEngine, request: Request) -> tuple[int, int]:
     """Where the scheduler begins and ends the request's first chunk, in tokens."""
     engine.requests[request.request_id] = request
     engine.scheduler.add_request(request)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + HANGS_S
     while not (step := engine.scheduler.schedule()).total_num_scheduled_tokens:
         engine._update(step, engine.runner.execute(step))
         assert time.monotonic() < deadline, "nothing is computed"

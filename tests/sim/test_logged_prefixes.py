@@ -24,7 +24,7 @@ def test_a_checkpoint_is_found_in_the_log_of_who_produced_it(
     engine = pair.engine(options=options)
     done = engine.run(list(range(2, 3 * B + 7)), 2 * B)
     engine.drain()
-    stored = open_store(pair.uri).list_checkpoints(timeout_s=1)
+    stored = open_store(pair.uri).list_checkpoints(timeout_s=300)
     pair.close()
     (logged,) = [
         msgspec.json.decode(line, type=LoggedRequest) for line in path.read_bytes().splitlines()

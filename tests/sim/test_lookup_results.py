@@ -11,9 +11,15 @@ import pytest
 from harness import Pair, SimEngine
 from sim_bench import B, Bench
 from sim_kit import tokens
-from sim_record import check_record
+from sim_record import check_counters, check_record
 
-from backhaul.protocols.checkpoint import CheckpointKind, CheckpointMatch, Reason
+from backhaul.protocols.checkpoint import (
+    CheckpointKind,
+    CheckpointMatch,
+    LookupOutcome,
+    NotAsked,
+    Reason,
+)
 from backhaul.transfer.base import LookupResult, Store
 
 
@@ -32,7 +38,7 @@ def with_gone(boundaries: list[int]) -> Callable[[Store], Store]:
         def remembers(*args: Any, **more: Any) -> LookupResult:
             result = lookup(*args, **more)
             if result.lease is not None:
-                store.release([result.lease], timeout_s=1)
+                store.release([result.lease], timeout_s=300)
             gone = tuple(
                 CheckpointMatch(
                     boundary=boundary, kinds=(CheckpointKind.DECODE_END,), consumable=False,
@@ -46,6 +52,40 @@ def with_gone(boundaries: list[int]) -> Callable[[Store], Store]:
         return store
 
     return wrap
+
+
+def not_asked(engine: SimEngine) -> dict[str, float]:
+    """Requests of which the store was not asked, by reason."""
+    found = {k.partition("|")[2]: n for k, n in engine.counters.items() if "not_asked|" in k}
+    return {name: n for name, n in found.items() if n}
+
+
+LONG, SHORT = 3 * B + 2, B
+NOT_ASKED: dict[NotAsked, tuple[str, int, dict[str, Any]]] = {
+    NotAsked.ROLE: ("kv_producer", LONG, {}),
+    NotAsked.HANDED_OVER: ("kv_both", LONG, {"params": {"do_remote_prefill": True}}),
+    NotAsked.OPTED_OUT: ("kv_both", LONG, {"params": {"backhaul": {"load": False}}}),
+    NotAsked.NO_CACHE_READ: ("kv_both", LONG, {"reads_cache": False}),
+    NotAsked.BELOW_GRID: ("kv_both", SHORT, {}),
+}
+
+
+@pytest.mark.parametrize("why", NotAsked)
+def test_why_the_store_was_not_asked_is_told_and_counted(pair: Pair, why: NotAsked) -> None:
+    role, length, asked = NOT_ASKED[why]
+    engine = pair.engine(role=role)
+    record = check_record(engine, engine.run(tokens(length, 1), 3, **asked))
+    assert (record.not_asked, record.lookup) == (why, None)
+    assert not_asked(engine) == {why: 1} and not looked_up(engine)
+    check_counters(engine)
+    pair.check_idle()
+
+
+def test_one_token_past_the_first_boundary_is_looked_up(pair: Pair) -> None:
+    engine = pair.engine()
+    record = check_record(engine, engine.run(tokens(B + 1, 1), 3))
+    assert (record.not_asked, record.lookup) == (None, LookupOutcome.MISS)
+    assert not not_asked(engine) and looked_up(engine) == {"miss": 1}
 
 
 @pytest.mark.parametrize("at", range(1, 8))

@@ -14,6 +14,7 @@ from sim_bench import (
     Bench,
     about_to_finish,
     decoding,
+    hold,
     loaded,
     loading,
     loading_in_vain,
@@ -55,15 +56,9 @@ def resumed_after_a_load(bench: Bench, engine: SimEngine, history: list[int]) ->
     return name
 
 
-def hold_writes(bench: Bench) -> None:
-    """Until the faults go on."""
-    bench.always(WRITE_SLOW)
-    bench.faults.slow_s = 600.0
-
-
 def publishing_the_input_end(bench: Bench, engine: SimEngine, history: list[int]) -> str:
     """U_end is being sent while the rest of the prompt is computed."""
-    hold_writes(bench)
+    hold(bench, WRITE_SLOW)
     name = engine.submit(tokens(80, 7), 20, u_end=2 * B)
     step_until(engine, lambda: bool(engine.gauges()["open_jobs"]))
     assert engine.requests[name].is_prefill_chunk
@@ -72,8 +67,8 @@ def publishing_the_input_end(bench: Bench, engine: SimEngine, history: list[int]
 
 def streaming(bench: Bench, engine: SimEngine, history: list[int]) -> str:
     """Blocks of the reply are being sent ahead."""
+    hold(bench, WRITE_SLOW)  # first: a job that is under way already may end at any time
     name = decoding(bench, engine, history)
-    hold_writes(bench)
     tracked = engine.backhaul._half._requests[name]
     step_until(engine, lambda: bool(tracked.stream_job))
     return name
@@ -163,8 +158,8 @@ def test_a_request_that_waits_beside_one_that_is_preempted(
 ) -> None:
     """vLLM preempts running requests only: what another one waits for goes on."""
     engine, history = engines(bench, asynchronous, late)
-    bench.faults.slow_s = 0.02
     victim = engine.submit(tokens(2 * B, 9), 600)  # still runs when the other one waits
+    step_until(engine, lambda: engine.status(victim) is RequestStatus.RUNNING)
     name = state(bench, engine, history)
     preempt(engine, victim)
     assert not engine.requests[name].num_preemptions

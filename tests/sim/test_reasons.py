@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from harness import BLOCK, MIXED, Pair, SimEngine, new_uri
+from harness import BLOCK, HANGS_S, MIXED, Pair, SimEngine, new_uri
 from sim_kit import tokens
 from sim_record import check_counters, check_record
 
@@ -84,7 +84,7 @@ def attention_missing(pair: Pair) -> dict[str, float]:
     hashes = engine.requests[name].block_hashes
     ends = bytes(hashes[2 * B // layout.hash_tokens - 1])
     store = open_store(pair.uri, client_name="other")
-    domain = store.open_domain(half._facts.domain, timeout_s=1)
+    domain = store.open_domain(half._facts.domain, timeout_s=300)
     keys = [
         ObjectKey(rank, group.index, ends)
         for group in layout.groups
@@ -94,12 +94,12 @@ def attention_missing(pair: Pair) -> dict[str, float]:
     sizes = half._facts.object_bytes
     cut_short = PublicationId("cut short")
     wants = [(key, sizes[key.group]) for key in keys]
-    grants = store.reserve(domain, cut_short, wants, timeout_s=1)
+    grants = store.reserve(domain, cut_short, wants, timeout_s=300)
     written = [Written(grant.key, grant.token, 0) for grant in grants]
-    store.commit(domain, cut_short, 0, written, timeout_s=1)
+    store.commit(domain, cut_short, 0, written, timeout_s=300)
     engine.drain()
     check_record(engine, engine.finished[name])
-    store.abandon(cut_short, timeout_s=1)
+    store.abandon(cut_short, timeout_s=300)
     store.close()
     return dict(engine.counters)
 
@@ -122,9 +122,9 @@ def uncommitted(pair: Pair) -> dict[str, float]:
     half = engine.backhaul._half
     half._catalog.drop(name)
     store = open_store(pair.uri, client_name="other")
-    domain = store.open_domain(half._facts.domain, timeout_s=1)
+    domain = store.open_domain(half._facts.domain, timeout_s=300)
     store.announce(
-        domain, 2 * B, bytes(engine.requests[name].block_hashes[1]), ttl_s=60, timeout_s=1
+        domain, 2 * B, bytes(engine.requests[name].block_hashes[1]), ttl_s=60, timeout_s=300
     )
     engine.drain()
     store.close()
@@ -324,7 +324,7 @@ def no_room_for_pins(pair: Pair) -> dict[str, float]:
 
 def nobody_who_loads(pair: Pair) -> dict[str, float]:
     engine = pair.engine(name="decode", role="kv_producer", options={"no_path": "disable"})
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + HANGS_S
     while engine.backhaul._half._presence._known.state.value == "unknown":
         assert time.monotonic() < deadline
         time.sleep(0.01)

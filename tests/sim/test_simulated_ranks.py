@@ -69,7 +69,7 @@ def test_a_latent_cache_is_stored_once_for_all_ranks(pair: Pair) -> None:
         assert second.loaded == (len(first.history) - 1) // B * B
         here.check_idle()
         store = open_store(here.uri, client_name="look")
-        deepest = max(store.list_checkpoints(timeout_s=1), key=lambda one: one.boundary)
+        deepest = max(store.list_checkpoints(timeout_s=300), key=lambda one: one.boundary)
         sizes[name] = deepest.attention_bytes, deepest.state_bytes
         store.close()
         here.close()

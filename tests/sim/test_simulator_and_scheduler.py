@@ -202,8 +202,8 @@ def pressed(
     with daemon("--eviction", strategies.eviction, *options) as uri:
         found = real(trace, policy, Routing.FORGET, uri, GROUPS, stream_ahead=False)
         store = open_store(uri, client_name="reader")
-        stats = store.stats(timeout_s=5)
-        infos = store.list_checkpoints(timeout_s=5)
+        stats = store.stats(timeout_s=300)
+        infos = store.list_checkpoints(timeout_s=300)
         store.close()
     assert simulated == found
     assert {name: stats.counters[name] for name in COUNTED} == {

@@ -177,7 +177,7 @@ class History:
         assert engine.config.kv_transfer_config is not None
         name = engine.config.kv_transfer_config.engine_id
         store = open_store(self.where.uri, client_name="look")
-        found = store.list_checkpoints(timeout_s=1)
+        found = store.list_checkpoints(timeout_s=300)
         store.close()
         return {bytes(info.block_hash) for info in found if info.producer == name}
 

@@ -103,8 +103,8 @@ def test_what_is_announced_is_not_retained_yet(pair: Pair) -> None:
     engine.backhaul._half._catalog.drop(name)  # the lookup began before the announcement
     hashes = engine.requests[name].block_hashes
     store = open_store(pair.uri, client_name="other")
-    domain = store.open_domain(half._facts.domain, timeout_s=1)
-    store.announce(domain, 2 * B, bytes(hashes[1]), ttl_s=60, timeout_s=1)
+    domain = store.open_domain(half._facts.domain, timeout_s=300)
+    store.announce(domain, 2 * B, bytes(hashes[1]), ttl_s=60, timeout_s=300)
     engine.drain()
     record = check_record(engine, engine.finished[name])
     coming = at(record, 2 * B)
@@ -536,7 +536,7 @@ def test_what_was_committed_is_announced_as_kv_events(pair: Pair, sibling: bool)
     hashes = [maybe_convert_block_hash(h) for h in decode.requests[first.name].block_hashes]
     attention, *states = [e for e in stored if e.parent_block_hash is None or e.group_idx]
     assert attention.group_idx == 0 and attention.kv_cache_spec_kind == "full_attention"
-    ends = {info.boundary for info in open_store(pair.uri).list_checkpoints(timeout_s=1)}
+    ends = {info.boundary for info in open_store(pair.uri).list_checkpoints(timeout_s=300)}
     for event in stored:
         assert event.block_size == B and event.locality == "REMOTE"
         start = 0
@@ -600,7 +600,7 @@ class Listing:
         lookup = store.lookup
 
         def visible() -> set[tuple[str, int, bytes]]:
-            listed = store.list_checkpoints(None, timeout_s=5)
+            listed = store.list_checkpoints(None, timeout_s=300)
             return {(one.domain, one.boundary, one.block_hash) for one in listed}
 
         def compared(domain: DomainId, hashes: Sequence[bytes], **more: Any) -> LookupResult:

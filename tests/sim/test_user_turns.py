@@ -46,10 +46,10 @@ def test_the_end_of_the_users_message_outlives_the_tool_loop_in_a_full_store(
     engine = pair.engine(groups=groups, num_blocks=256, budget=512)
 
     def evicted() -> int:
-        return store.stats(timeout_s=5).counters["evicted_user_turns"]
+        return store.stats(timeout_s=300).counters["evicted_user_turns"]
 
     def stored() -> set[bytes]:
-        return {bytes(one.block_hash) for one in store.list_checkpoints(timeout_s=5)}
+        return {bytes(one.block_hash) for one in store.list_checkpoints(timeout_s=300)}
 
     roles = ["user"]
     prompt = tokens(3 * B + 3, 1)

@@ -7,7 +7,7 @@ copies but computes with :mod:`sim_model`.
 """
 
 from harness.configuration import MODEL_CONFIG
-from harness.engine import Finished, SimEngine
+from harness.engine import HANGS_S, Finished, SimEngine
 from harness.groups import ATTENTION, BLOCK, FULL, HYBRID, MIXED, STATE, WINDOW, Group, make_spec
 from harness.pair import Pair, new_uri
 
@@ -15,6 +15,7 @@ __all__ = [
     "ATTENTION",
     "BLOCK",
     "FULL",
+    "HANGS_S",
     "HYBRID",
     "MIXED",
     "MODEL_CONFIG",

@@ -126,12 +126,20 @@ def _speculation(config: VllmConfig, drafts: int, method: str) -> SpeculativeCon
     return speculative
 
 
+# A busy machine must not look like a slow store.
+_PATIENT = {
+    "lookup_timeout_s": 600.0,
+    "load_timeout_s": 600.0,
+    "publish_timeout_s": 600.0,
+    "lease_s": 2000.0,
+}
+
+
 def transfer_config(
     store: str, name: str, role: str, policy: str, options: dict[str, Any], sibling: bool | str
 ) -> KVTransferConfig:
     """What ``--kv-transfer-config`` would say; the arguments are those of :class:`SimEngine`."""
-    # A busy machine must not look like a slow store.
-    extra = {"store": store, "stream_min_bytes": 1, "lookup_timeout_s": 60.0, **options}
+    extra = {"store": store, "stream_min_bytes": 1, **_PATIENT, **options}
     return KVTransferConfig(
         kv_role=role,
         engine_id=f"{name}-{next(_names)}",

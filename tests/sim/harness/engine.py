@@ -40,6 +40,9 @@ from harness.groups import HYBRID, Group, cache_config
 from harness.memory import KvMemory
 from harness.runner import SimRunner
 
+HANGS_S = 600.0
+"""After which something hangs, seconds. A busy machine may take any time, so no less."""
+
 _check_surface_once = cache(connector_module.require_vllm_surface)
 
 
@@ -231,12 +234,14 @@ class SimEngine:
         handed_over: int | None = None,
         keys: dict[str, Any] | None = None,
         says: Sequence[int] = (),
+        reads_cache: bool = True,
     ) -> str:
         """Queue a request that yields ``output`` tokens and then stops, or is cut off.
 
         ``handed_over`` is a last prompt token that a sibling connector is about to drop, ``keys``
         what vLLM's block hashes cover beside the tokens. ``says`` are the first tokens that the
-        model yields for this prompt, as long as its cache holds what it should.
+        model yields for this prompt, as long as its cache holds what it should. Without
+        ``reads_cache`` vLLM computes the whole prompt.
         """
         name = name or f"{self.name}-{next(self._sequence)}"
         transfer = dict(params or {})
@@ -248,6 +253,7 @@ class SimEngine:
             max_tokens=output + 1 if stops else output,
             stop_token_ids=[STOP_TOKEN],
             extra_args={"kv_transfer_params": transfer} if transfer else None,
+            skip_reading_prefix_cache=None if reads_cache else True,
         )
         request = Request(
             request_id=name,
@@ -363,7 +369,7 @@ class SimEngine:
         self.drain()
         return self.finished[name]
 
-    def drain(self, seconds: float = 60.0) -> None:
+    def drain(self, seconds: float = HANGS_S) -> None:
         """Step until the engine core would sleep."""
         deadline = time.monotonic() + seconds
         while self.step():
@@ -410,7 +416,7 @@ class SimEngine:
                 f"{one.name} ({one.reason}): {one.output} instead of {one.expected}"
             )
 
-    def check_idle(self, seconds: float = 60.0) -> None:
+    def check_idle(self, seconds: float = HANGS_S) -> None:
         """What must hold, or soon hold, once nothing is left to do."""
         self.check()
         deadline = time.monotonic() + seconds

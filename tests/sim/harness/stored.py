@@ -19,7 +19,7 @@ from harness.memory import KvMemory
 
 
 def check_store(
-    uri: str, engine: SimEngine, asked: Iterable[SimEngine], *, settle_s: float = 60.0
+    uri: str, engine: SimEngine, asked: Iterable[SimEngine], *, settle_s: float = 300.0
 ) -> int:
     """Read every checkpoint back and compare it with its key's tokens. Returns their number.
 
@@ -29,7 +29,7 @@ def check_store(
     store = open_store(uri, client_name="check")
     deadline = time.monotonic() + settle_s
     while True:
-        stats = store.stats(timeout_s=1)
+        stats = store.stats(timeout_s=300)
         if not (stats.leases or stats.publications) or time.monotonic() > deadline:
             break
         time.sleep(0.002)
@@ -50,7 +50,7 @@ def check_store(
     resolved = engine.config.cache_config.get_resolved_kv_cache_layout()
     scratch = [KvMemory(engine.cache, resolved, m.rank) for m in engine.memory]
     store.attach([region for memory in scratch for region in memory_regions(memory.tensors)])
-    found = store.list_checkpoints(timeout_s=1)
+    found = store.list_checkpoints(timeout_s=300)
     for info in found:
         assert info.domain == domain
         assert bytes(info.block_hash) in known, f"unknown prefix of {info.boundary} tokens"
@@ -60,11 +60,11 @@ def check_store(
         unit = layout.hash_tokens
         hashes = [bytes(value) for value in request.block_hashes[: tokens // unit]]
         step = layout.boundary_tokens // unit
-        answer = store.lookup(domain, hashes[step - 1 :: step], lease_s=10, timeout_s=1)
+        answer = store.lookup(domain, hashes[step - 1 :: step], lease_s=600, timeout_s=300)
         assert answer.lease is not None
         for memory in scratch:
             _check_checkpoint(store, answer.lease, engine, memory, prefix, hashes, info)
-        store.release([answer.lease], timeout_s=1)
+        store.release([answer.lease], timeout_s=300)
     store.close()
     return len(found)
 
@@ -89,7 +89,9 @@ def _check_checkpoint(
                 group.owner(memory.rank), group.index, hashes[(index + 1) * size // unit - 1]
             )
             memory.zero(1)
-            read = store.read(lease, [LoadItem(key, regions.segments(1))], verify=True, timeout_s=5)
+            read = store.read(
+                lease, [LoadItem(key, regions.segments(1))], verify=True, timeout_s=300
+            )
             assert read.ok, f"{key} of the checkpoint at {info.boundary}: {read.reason}"
             low, high = index * size, (index + 1) * size
             if group.index in dict(engine.recurrent):

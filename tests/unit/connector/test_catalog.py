@@ -162,7 +162,7 @@ class TwoDomains:
             return self.own
         self.timeouts.append(more["timeout_s"])
         self.asked.set()
-        self.hang.wait(60)
+        self.hang.wait(300)
         return LookupResult(matches=(match(3, consumable=True),), lease=LeaseId("theirs"))
 
     def domain_record(self, domain: DomainId, *, timeout_s: float) -> DomainRecord:
@@ -204,7 +204,7 @@ def test_one_s_own_answer_survives_another_domain_that_is_slow(
     catalog = Catalog(cast(Store, store), make_record(1), options, clock)
     made.append(catalog)
     catalog.start("r", [b"a", b"b", b"c"])
-    assert store.asked.wait(60)
+    assert store.asked.wait(300)
     assert catalog.poll("r") is None
     clock.now = options.lookup_timeout_s + options.publication_wait_s
     answer = catalog.poll("r")
@@ -235,6 +235,29 @@ def test_other_domains_get_what_is_left_of_a_lookup_s_time(made: list[Catalog]) 
     while catalog.poll("r") is None:
         time.sleep(0.001)
     assert store.timeouts and all(left < 1.0 for left in store.timeouts)
+
+
+def test_an_answer_is_good_for_half_its_lease_from_when_it_was_asked_for(
+    made: list[Catalog],
+) -> None:
+    """The other half is left for the load that follows."""
+    found = LookupResult(matches=(match(3, consumable=True),), lease=LeaseId("ours"))
+    store, clock = TwoDomains(found), Clock()
+    options = Options(store="backhaul://x:1", lookup_timeout_s=50, lease_s=30)
+    catalog = Catalog(cast(Store, store), make_record(2), options, clock)
+    made.append(catalog)
+    asked = store.lookup
+
+    def slow(domain: DomainId, hashes: Any, **more: Any) -> LookupResult:
+        clock.now += 3.0
+        return asked(domain, hashes, **more)
+
+    store.lookup = slow  # type: ignore[method-assign]
+    clock.now = 100.0
+    catalog.start("r", [b"a", b"b", b"c"])
+    while (answer := catalog.poll("r")) is None:
+        time.sleep(0.001)
+    assert clock.now == 103.0 and answer.expires == 115.0
 
 
 @pytest.mark.parametrize("foreign", [False, True])

@@ -585,7 +585,7 @@ def test_loads_that_need_no_conversion_do_not_wait_for_those_that_do(
     turn = threading.Event()
 
     def read(lease: LeaseId, *_: Any, **__: Any) -> TransferResult:
-        return TransferResult(ok=lease == "own" or turn.wait(60))
+        return TransferResult(ok=lease == "own" or turn.wait(300))
 
     monkeypatch.setattr(one.half._store, "read", read)
     theirs = record(2)

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 STUB = Path(__file__).with_name("demo_stub.py")
-WAIT_S = 120.0
+WAIT_S = 300.0
 
 
 class Demo:

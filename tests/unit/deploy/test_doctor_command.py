@@ -75,7 +75,7 @@ def engine_at(
             yield f"http://127.0.0.1:{server.server_address[1]}"
         finally:
             server.shutdown()
-            thread.join(60)
+            thread.join(300)
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from backhaul.deploy.explanation import Explanation
 from backhaul.deploy.processes import free_port
 from backhaul.deploy.prompt_lookup import Subject, make_reader
 from backhaul.deploy.request_lines import RequestLine
+from backhaul.protocols.checkpoint import LookupOutcome, NotAsked
 from backhaul.protocols.layout import CacheLayout, GroupKind, GroupLayout
 from backhaul.protocols.record import Candidate, InputEnd, InputEndOutcome, LoggedRequest
 from backhaul.transfer.base import DomainInfo
@@ -241,13 +242,26 @@ def test_what_came_after_a_logged_request_is_no_part_of_its_explanation(
 
 def test_a_decode_leg_is_not_said_to_have_asked(model: Path) -> None:
     fed = line("cmpl-1-0-bb", [1] * 9, "d", [], other_tokens=8, recomputed_tokens=1)
-    asked = line("cmpl-1-0-aa", [1] * 9, "d", [], recomputed_tokens=9)
+    asked = line("cmpl-1-0-aa", [1] * 9, "d", [], recomputed_tokens=9, lookup=LookupOutcome.MISS)
     log = write_log(model, asked, fed)
     options = ("explain", f"--request-log={log}", "--no-lookup")
     code, out, _ = backhaul(*options, "--request=cmpl-1-0-bb")
-    assert code == 0 and "the store was not asked" in out and "no checkpoint" not in out
+    assert code == 0 and "store was not asked: another" in out and "no checkpoint" not in out
     code, out, _ = backhaul(*options, "--request=cmpl-1")
     assert code == 0 and "cmpl-1-0-aa" in out and "The store knew no checkpoint" in out
+
+
+@pytest.mark.parametrize("why", [*LookupOutcome, *NotAsked, None])
+def test_the_store_is_said_to_know_nothing_only_where_it_said_so(
+    model: Path, why: LookupOutcome | NotAsked | None
+) -> None:
+    field = "not_asked" if isinstance(why, NotAsked) else "lookup"
+    log = write_log(model, line("cmpl-1", [1] * 9, "d", [], recomputed_tokens=9, **{field: why}))
+    code, out, _ = backhaul("explain", f"--request-log={log}", "--no-lookup", "--request=cmpl-1")
+    answered = ("hit", "not_taken", "passed_over", "miss")
+    assert code == 0 and ("The store knew no checkpoint" in out) == (why in answered)
+    assert ("The store was not asked" in out) == (field == "not_asked")
+    assert f"at {GRID} tokens" in out or why is not NotAsked.BELOW_GRID
 
 
 def test_what_lies_loose_is_named_as_a_lookup_names_it(store: RunningStore, model: Path) -> None:

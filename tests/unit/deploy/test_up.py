@@ -27,7 +27,7 @@ from backhaul.protocols.errors import ConfigError
 from backhaul.transfer.daemon.settings import Address
 
 STUB = Path(__file__).with_name("up_stub.py")
-WAIT_S = 90.0
+WAIT_S = 300.0
 
 
 def plan(tmp_path: Path, **changes: Any) -> UpPlan:

@@ -64,7 +64,7 @@ def test_what_does_not_end_is_ended(engine: FakeEngine) -> None:
         process.terminate()
         process.communicate(timeout=300)
     assert process.returncode == 0
-    assert engine.seen[-1].disconnected.wait(60)
+    assert engine.seen[-1].disconnected.wait(300)
 
 
 @pytest.mark.parametrize(

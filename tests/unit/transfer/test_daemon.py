@@ -461,7 +461,7 @@ class Held:
             with contextlib.suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
         for thread in self._threads:
-            thread.join(60)
+            thread.join(300)
         for one in self._sockets:
             one.close()
 
@@ -553,7 +553,7 @@ def test_calls_that_a_stop_cut_short_leave_nothing(stoppable: Daemon) -> None:
             stoppable.process.send_signal(signal.SIGCONT)
         finished.set()
         for thread in threads:
-            thread.join(60)
+            thread.join(300)
         assert comes_to(catalog, (0, 0)), holdings(catalog)
 
 

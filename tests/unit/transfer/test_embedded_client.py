@@ -61,7 +61,7 @@ class FakeCatalog(store_pb2_grpc.CatalogServicer):  # type: ignore[misc]
         self.calls.append(name)
         if name in self.fail:
             context.abort(self.fail[name], "as told\nwith a second line")
-        self.hang.wait(60)
+        self.hang.wait(300)
 
     def _know(self, domain_id: str, context: Any) -> None:
         if domain_id not in self.domains:
@@ -365,7 +365,7 @@ class TestHungStore:
         catalog.hang.set()
         assert "Deadline Exceeded" in str(caught.value)
         if isinstance(caught.value, LookupUnanswered):
-            assert catalog.heard.wait(60)
+            assert catalog.heard.wait(300)
             assert caught.value.lease == f"first.{catalog.lease_names[-1]}"
 
     def test_a_lookup_that_was_never_sent_was_granted_nothing(

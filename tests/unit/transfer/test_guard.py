@@ -124,7 +124,7 @@ def target() -> Iterator[str]:
     assert ready.wait(30)
     yield f"127.0.0.1:{state['port']}"
     state["loop"].call_soon_threadsafe(state["stop"].set)
-    thread.join(60)
+    thread.join(300)
 
 
 def send(target: str, method: str, data: bytes) -> tuple[grpc.StatusCode, str]:
