@@ -9,6 +9,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from backhaul.deploy.diagnosis import EngineView
 
+_NONSENSE = (ValueError, AttributeError, TypeError, LookupError, OverflowError)
+"""What reading an answer of another form than expected raises."""
+
 
 def read_engine(url: str, timeout_s: float) -> EngineView:
     """Never raises for an engine that is down or answers nonsense: that is in ``error``."""
@@ -16,17 +19,17 @@ def read_engine(url: str, timeout_s: float) -> EngineView:
     try:
         with httpx.Client(base_url=url, timeout=timeout_s, trust_env=False) as client:
             version = _json(client, "/version").get("version", "")
-            models = _json(client, "/v1/models").get("data", [])
+            models = [dict(one) for one in _json(client, "/v1/models").get("data", [])]
             reply = client.get("/metrics")
             reply.raise_for_status()
             facts = parse_metrics(reply.text)
             failure_policy = _failure_policy(client)
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, AttributeError) as error:
+    except (httpx.HTTPError, httpx.InvalidURL, *_NONSENSE) as error:
         return EngineView(url=url, error=f"cannot be read: {error or type(error).__name__}")
     return EngineView(
         url=url,
         version=str(version),
-        models=tuple(str(one.get("id", "")) for one in models if isinstance(one, dict)),
+        models=tuple(str(one.get("id", "")) for one in models),
         failure_policy=failure_policy,
         **facts,
     )
@@ -69,7 +72,7 @@ def _failure_policy(client: httpx.Client) -> str:
     try:
         config = _json(client, "/server_info?config_format=json")["vllm_config"]
         return str(config["kv_transfer_config"]["kv_load_failure_policy"])
-    except (httpx.HTTPError, ValueError, KeyError, TypeError):
+    except (httpx.HTTPError, *_NONSENSE):
         return ""
 
 

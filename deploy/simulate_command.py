@@ -209,6 +209,7 @@ def simulate(
         with_settings,
     )
     from backhaul.benchmarks.reuse.deployment import Routing
+    from backhaul.benchmarks.reuse.lines import appending
     from backhaul.benchmarks.reuse.model_shape import preset
     from backhaul.benchmarks.reuse.record import write_results
     from backhaul.deploy.console import Console, narrowed
@@ -250,7 +251,7 @@ def simulate(
     with ExitStack() as stack:
         if output:
             stack.enter_context(writing("--output", output))
-        file = stack.enter_context(output.open("ab")) if output else None
+        file = stack.enter_context(appending(output)) if output else None
         progress = stack.enter_context(
             Progress(
                 TextColumn("{task.description}", markup=False),
@@ -304,7 +305,8 @@ def _check_new(arms: Sequence[Arm], output: Path) -> None:
 
     if not output.is_file():
         return
-    held = {result.arm for result in read_results(output) if isinstance(result, ArmResult)}
+    earlier = read_results(output, say_torn=False)  # said when it is cut off
+    held = {result.arm for result in earlier if isinstance(result, ArmResult)}
     twice = [arm for arm in arms if arm in held]
     if twice:
         raise ConfigError(

@@ -86,6 +86,9 @@ them."""
 
 
 _TRANSFER = "kv_transfer_params"
+_NOT_OF_CLIENTS = (_TRANSFER, "ec_transfer_params")
+"""Nobody but the cluster itself may say these; the second is the encoder cache's. They name hosts,
+ports and blocks that a worker would read from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,8 +149,7 @@ def encode_body(body: Any) -> bytes:
 
 
 def hints(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The client's ``kv_transfer_params["backhaul"]``. Its other keys are dropped: they name hosts
-    and blocks that a worker would read from."""
+    """The client's ``kv_transfer_params["backhaul"]``; all else there is dropped."""
     params = body.get(_TRANSFER)
     given = params.get("backhaul") if isinstance(params, dict) else None
     return dict(given) if isinstance(given, dict) else {}
@@ -155,15 +157,21 @@ def hints(body: Mapping[str, Any]) -> dict[str, Any]:
 
 def names_transfer(body: Mapping[str, Any]) -> bool:
     """Whether a worker would take transfer parameters out of the client's request as it is."""
-    return _TRANSFER in body or _TRANSFER in _extra(body)
+    extra = _extra(body)
+    return any(name in body or name in extra for name in _NOT_OF_CLIENTS)
 
 
 def _without_transfer(body: Mapping[str, Any]) -> dict[str, Any]:
-    leg = {name: value for name, value in body.items() if name != _TRANSFER}
-    if _TRANSFER in (extra := _extra(body)):
+    leg = _without(body)
+    extra = _extra(body)
+    if any(name in extra for name in _NOT_OF_CLIENTS):
         # vLLM makes the two one, and reads members of it that only a request's own field may have.
-        leg["vllm_xargs"] = {name: value for name, value in extra.items() if name != _TRANSFER}
+        leg["vllm_xargs"] = _without(extra)
     return leg
+
+
+def _without(members: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in members.items() if name not in _NOT_OF_CLIENTS}
 
 
 def _extra(body: Mapping[str, Any]) -> dict[str, Any]:

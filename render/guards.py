@@ -1,8 +1,10 @@
 """Which branches of a chat template are generation-only, and where that cannot be known.
 
 A branch is generation-only if, in three-valued logic with everything else unknown, its condition is
-False when ``add_generation_prompt`` is False. The flag may appear nowhere else: every mention that
-is not the test of such a branch, inside one, an alias for one, or dead code is a *refusal*, so a
+False when ``add_generation_prompt`` is False. A branch that runs in every pass of its loop while
+generating, and without the flag in all but the last one, is *history*: what it writes there, the
+next prompt has as well. The flag may appear nowhere else: every mention that is not the test of
+such branches, inside a generation-only one, an alias for one, or dead code is a *refusal*, so a
 template whose output depends on the flag in some other way is never guessed at.
 
 Separately found: *moving* text (see ``moving``) and *clocks* (``strftime_now``).
@@ -17,19 +19,19 @@ from jinja2 import nodes
 
 from backhaul.render.moving import NO_MOVING_TEXT, MovingText, find_moving, settings_in
 from backhaul.render.syntax import (
+    FLAG,
     Branch,
     Finding,
     InlineBranch,
     assigned,
     describe,
+    is_loop_last,
     names_in,
     read,
     walk,
     writes,
 )
 from backhaul.render.ternary import UNKNOWN, Lookup, both, evaluate, negate, truth
-
-FLAG = "add_generation_prompt"
 
 _BUFFERED = (nodes.Macro, nodes.CallBlock, nodes.FilterBlock, nodes.AssignBlock, nodes.Block)
 """Their output is collected first and written later, so an offset inside means nothing."""
@@ -55,6 +57,20 @@ class Guards(NamedTuple):
 def analyse(tree: nodes.Template) -> Guards:
     """Examine a parsed template. Changes nothing in the tree but constants, which are folded."""
     return _Analysis(tree).run()
+
+
+class _World(NamedTuple):
+    """What is known at an evaluation: the flag, and ``loop.last`` where it is not None."""
+
+    flag: bool
+    last: bool | None = None
+
+
+_OFF, _ON = _World(False), _World(True)
+_PASSES = (_World(True, True), _World(True, False), _World(False, False))
+"""Of a loop while generating, and before its last one without the flag."""
+
+_Reached = dict[_World, bool | None]
 
 
 class _Analysis:
@@ -111,17 +127,17 @@ class _Analysis:
 
     def _if(self, node: nodes.If, *, buffered: bool) -> None:
         arms = [(n.test, n.body) for n in (node, *node.elif_)]
-        # The condition of each arm, with the flag off and on; the last one is `else`.
-        not_before = {flag: True for flag in (False, True)}  # type: dict[bool, bool | None]
+        # The condition of each arm in each world; the last one is `else`.
+        not_before: _Reached = dict.fromkeys((_OFF, _ON, *_PASSES), True)
         on_flag = False
         for test, body in [*arms, (None, node.else_)]:
             own = test is not None and any(True for _ in self._mentions(test))
             on_flag = on_flag or own
-            reached: dict[bool, bool | None] = {}
-            for flag in (False, True):
-                value = True if test is None else truth(evaluate(test, self._with(flag)))
-                reached[flag] = both(not_before[flag], value)
-                not_before[flag] = both(not_before[flag], negate(value))
+            reached: _Reached = {}
+            for world in not_before:
+                value = True if test is None else truth(evaluate(test, self._in(world)))
+                reached[world] = both(not_before[world], value)
+                not_before[world] = both(not_before[world], negate(value))
             if own:
                 assert test is not None
                 self._accept(test)
@@ -134,12 +150,12 @@ class _Analysis:
         self,
         test: nodes.Node | None,
         body: list[nodes.Node],
-        reached: dict[bool, bool | None],
+        reached: _Reached,
         *,
         own: bool,
         buffered: bool,
     ) -> None:
-        off, on = reached[False], reached[True]
+        off, on = reached[_OFF], reached[_ON]
         line = test.lineno if test is not None else (body[0].lineno if body else 0)
         if on is False:
             # Never runs while generating, so it cannot write generation-only text.
@@ -159,6 +175,8 @@ class _Analysis:
                 return
             self.guards.branches.append(Branch(line, describe(test), body))
             self.exclusive.update(id(n) for item in body for n in walk(item))
+        elif _is_history(reached):
+            self._block(body, buffered=buffered)
         else:
             if own and writes(body):
                 self._refuse_at(line, "this branch may run with and without the flag")
@@ -169,17 +187,22 @@ class _Analysis:
     def _inline(self, node: nodes.CondExpr, *, buffered: bool) -> None:
         if not any(True for _ in self._mentions(node.test)):
             return
-        values = {f: truth(evaluate(node.test, self._with(f))) for f in (False, True)}
+        worlds = (_OFF, _ON, *_PASSES)
+        values = {world: truth(evaluate(node.test, self._in(world))) for world in worlds}
         fields = []
         for field, wanted in (("expr1", True), ("expr2", False)):
-            reached = {f: None if v is None else v is wanted for f, v in values.items()}
+            reached: _Reached = {w: None if v is None else v is wanted for w, v in values.items()}
             expression = getattr(node, field)
             if expression is None:
                 continue
-            if reached[True] is False:  # never while generating, as in `_arm`
+            if _is_history(reached):
+                continue
+            # The other one of what is history is written in a last pass without the flag only.
+            never = reached[_ON] is False or all(reached[world] is False for world in _PASSES)
+            if never:  # while generating, as in `_arm`
                 self.exclusive.update(id(n) for n in walk(expression))
                 continue
-            if reached[False] is not False:
+            if reached[_OFF] is not False:
                 return  # Left unaccepted, hence refused.
             fields.append((field, expression))
         self._accept(node)
@@ -192,15 +215,17 @@ class _Analysis:
 
     def _keeps_the_flag(self, value: nodes.Node) -> bool:
         """Whether assigning ``value`` to the flag leaves it as it is, or turns it off for good."""
-        off, on = (evaluate(value, self._with(flag)) for flag in (False, True))
+        off, on = (evaluate(value, self._in(world)) for world in (_OFF, _ON))
         return off is False and isinstance(on, bool)
 
-    def _with(self, flag: bool) -> Lookup:
-        """The world in which only the flag and its aliases are known."""
+    def _in(self, world: _World) -> Lookup:
+        """Only what the world says and the flag's aliases are known."""
         # Each alias once: a chain of them may mention each other any number of times.
-        known: dict[str, Any] = {FLAG: flag}
+        known: dict[str, Any] = {FLAG: world.flag}
 
         def lookup(node: nodes.Expr) -> Any:
+            if world.last is not None and is_loop_last(node):
+                return world.last
             if not isinstance(node, nodes.Name):
                 return UNKNOWN
             if node.name in self.aliases and node.name not in known:
@@ -246,6 +271,11 @@ class _Analysis:
                 wanted = call.args[0] if call.args else None
                 shown = repr(wanted.value) if isinstance(wanted, nodes.Const) else "..."
                 self.guards.clocks.append(Finding(call.lineno, f"strftime_now({shown})"))
+
+
+def _is_history(reached: _Reached) -> bool:
+    """Whether a branch writes what any later prompt has at the same place."""
+    return all(reached[world] is True for world in _PASSES)
 
 
 def _aliases(tree: nodes.Template) -> dict[str, nodes.Assign]:

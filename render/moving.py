@@ -15,11 +15,13 @@ from typing import Any, NamedTuple
 from jinja2 import meta, nodes
 
 from backhaul.render.syntax import (
+    FLAG,
     Branch,
     Finding,
     InlineBranch,
     assigned,
     describe,
+    is_loop_last,
     is_text,
     names_in,
     on_position,
@@ -169,12 +171,14 @@ class _Arm(NamedTuple):
         test: None for what is left when no test holds.
         reached: whether a message may get there.
         only_last: whether no message but the last one gets there.
+        always: whether every message does, wherever it stands.
         where: the place around it.
     """
 
     test: nodes.Node | None
     reached: bool
     only_last: bool
+    always: bool
     where: _Place
 
     def place(self, line: int) -> _Place:
@@ -183,7 +187,7 @@ class _Arm(NamedTuple):
         by_role = False
         if self.test is not None:
             where = where._replace(user=where.user or _asks_for_user(self.test))
-            by_role = where.user and where.loop and on_position(self.test)
+            by_role = where.user and where.loop and on_position(self.test) and not self.always
         if not self.only_last and not by_role:
             return where
         branch = (line, describe(self.test))
@@ -204,16 +208,20 @@ def _arms(tests: Sequence[nodes.Node], where: _Place) -> Iterator[_Arm]:
             reached[last] = both(before[last], value)
             before[last] = both(before[last], negate(value))
         only_last = where.loop and reached[False] is False and reached[True] is not False
-        yield _Arm(test, reached[None] is not False, only_last, where)
+        always = reached[False] is True and reached[True] is True
+        yield _Arm(test, reached[None] is not False, only_last, always, where)
 
 
 def _message(last: bool | None) -> Lookup:
-    """The world in which the message at hand is a user's, and the last one or not."""
+    """The world in which the message at hand is a user's, and the last one or not, of a prompt
+    that is to be answered."""
 
     def lookup(node: nodes.Expr) -> Any:
+        if is_loop_last(node):
+            return UNKNOWN if last is None else last
         match node:
-            case nodes.Getattr(node=nodes.Name(name="loop"), attr="last"):
-                return UNKNOWN if last is None else last
+            case nodes.Name(name=name) if name == FLAG:
+                return True
             case nodes.Getattr(attr="role") | nodes.Name(name="role"):
                 return "user"
             case nodes.Getitem(arg=nodes.Const(value="role")):

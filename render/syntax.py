@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 from jinja2 import nodes
 
+FLAG = "add_generation_prompt"
+
 _POSITION_ATTRIBUTES = frozenset({"last", "revindex", "revindex0", "nextitem"})
 _COUNTERS = frozenset({"index", "index0", "length"})
 
@@ -56,6 +58,14 @@ def read(node: nodes.Node) -> str | None:
     if isinstance(node, nodes.Getattr) and isinstance(node.node, nodes.Name):
         return f"{node.node.name}.{node.attr}"
     return None
+
+
+def is_loop_last(node: nodes.Node) -> bool:
+    """Whether it asks for the loop's last pass: ``loop.last``."""
+    match node:
+        case nodes.Getattr(node=nodes.Name(name="loop"), attr="last"):
+            return True
+    return False
 
 
 def walk(node: nodes.Node) -> Iterator[nodes.Node]:

@@ -81,11 +81,5 @@ def left_to_do(arms: Iterable[Arm], results: Iterable[Result]) -> list[Arm]:
     return [arm for arm in arms if arm not in done]
 
 
-def finished_only(results: Sequence[Result]) -> list[Result]:
-    """Without the requests of arms that were cut off."""
-    done = {result.arm for result in results if isinstance(result, ArmResult)}
-    return [result for result in results if result.arm in done]
-
-
 RunArm = Callable[[Arm, Sequence[Turn]], list[Result]]
 """Runs one arm and returns its lines, the ``ArmResult`` last."""

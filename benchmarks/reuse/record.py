@@ -14,6 +14,7 @@ from typing import IO, Annotated
 
 import msgspec
 
+from backhaul.benchmarks.reuse.lines import whole_lines
 from backhaul.protocols.checkpoint import CheckpointKind
 from backhaul.protocols.errors import ConfigError
 from backhaul.transfer.daemon.settings import format_bytes
@@ -291,35 +292,20 @@ _DECODER: msgspec.json.Decoder[Result] = msgspec.json.Decoder(Result)
 
 
 def write_results(results: Iterable[Result], file: IO[bytes]) -> None:
-    """Append lines; each is whole or, after a crash, the last one of the file."""
+    """Append lines, to a file that ``lines.appending`` opened."""
     for result in results:
         file.write(_ENCODER.encode(result) + b"\n")
     file.flush()
 
 
-def read_results(path: Path) -> Iterator[Result]:
+def read_results(path: Path, *, say_torn: bool = True) -> Iterator[Result]:
     """The lines of a file. A torn last line, as a killed run leaves it, is passed over.
 
     Raises ``ConfigError`` that names file, line and field for anything else that is malformed,
     numbers that cannot be any included, and where the file cannot be read.
     """
-    for where, line in whole_lines(path):
+    for where, line in whole_lines(path, say_torn=say_torn):
         yield _result(line, where)
-
-
-def whole_lines(path: Path) -> Iterator[tuple[str, bytes]]:
-    """``file:number`` and the line, for each that was written to its end.
-
-    Raises ``ConfigError`` where the file cannot be read.
-    """
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if not line.endswith(b"\n"):
-                    return
-                yield f"{path}:{number}", line
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
 
 
 def read_files(paths: Iterable[Path]) -> Iterator[Result]:

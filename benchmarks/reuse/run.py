@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import IO
 
 import msgspec
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from backhaul.benchmarks.reuse.matrix import Matrix, RunArm, finished_only, left_to_do, planned
+from backhaul.benchmarks.reuse.lines import appending
+from backhaul.benchmarks.reuse.matrix import Matrix, RunArm, left_to_do, planned
 from backhaul.benchmarks.reuse.model_shape import preset
 from backhaul.benchmarks.reuse.real import RealArms
 from backhaul.benchmarks.reuse.record import RESULTS, Arm, read_results, write_results
@@ -51,25 +54,26 @@ def run_matrix(
     Raises ``ConfigError`` where the directory cannot be used, ``ServiceError`` where an engine or
     the store fails; what was finished by then is kept.
     """
-    path = results_file(directory)
     settings = Settings(sizes=sizes, concurrency=concurrency, seed=matrix.seed)
-    keep_to_settings(directory, settings)
-    earlier = finished_only(list(read_results(path))) if path.exists() else []
-    arms = left_to_do(planned(matrix), earlier)
-    console.print(f"{len(arms)} arms to run, {len(planned(matrix)) - len(arms)} done; {path}")
-    if arms:
-        model = build_tiny_model(cache_dir / MODEL)
-        console.print(f"starting a pair (about a minute), logs in {directory / 'logs'}")
-        pair = Pair(
-            model,
-            directory / "logs",
-            options=OPTIONS,
-            engine_env={"VLLM_SERVER_DEV_MODE": "1"},
-            on_interrupt=say_stopping,
-        )
-        with pair, pair.naming_failures():
-            real = RealArms(pair, preset(MODEL), concurrency=concurrency)
-            run_arms(console, arms, sizes, path, real.run, seed=matrix.seed)
+    path = directory / RESULTS
+    with results_file(directory) as file:
+        keep_to_settings(directory, settings)
+        every = planned(matrix)
+        arms = left_to_do(every, read_results(path))
+        console.print(f"{len(arms)} arms to run, {len(every) - len(arms)} done; {path}")
+        if arms:
+            model = build_tiny_model(cache_dir / MODEL)
+            console.print(f"starting a pair (about a minute), logs in {directory / 'logs'}")
+            pair = Pair(
+                model,
+                directory / "logs",
+                options=OPTIONS,
+                engine_env={"VLLM_SERVER_DEV_MODE": "1"},
+                on_interrupt=say_stopping,
+            )
+            with pair, pair.naming_failures():
+                real = RealArms(pair, preset(MODEL), concurrency=concurrency)
+                run_arms(console, arms, sizes, file, real.run, seed=matrix.seed)
     with writing("DIRECTORY", directory):
         reports = write_report(build_report(read_results(path)), directory)
     for report in reports:
@@ -80,7 +84,7 @@ def run_arms(
     console: Console,
     arms: Sequence[Arm],
     sizes: Sizes,
-    path: Path,
+    file: IO[bytes],
     run: RunArm,
     *,
     seed: int = 0,
@@ -101,25 +105,22 @@ def run_arms(
             if not console.is_terminal:
                 console.print(f"{number}/{len(arms)} {title}, repeat {arm.repeat}")
             turns = workload(arm.workload, sizes, seed=seed + arm.repeat)
-            results = run(arm, turns)
-            with path.open("ab") as file:
-                write_results(results, file)
+            write_results(run(arm, turns), file)
             progress.advance(task)
 
 
-def results_file(directory: Path) -> Path:
-    """The file of results in a directory, which is made. A torn last line is cut off, so that what
-    is appended begins on a line of its own. Raises ``ConfigError``."""
+@contextlib.contextmanager
+def results_file(directory: Path) -> Iterator[IO[bytes]]:
+    """The file of results in a directory, which is made, to append to; see ``lines.appending``.
+    Raises ``ConfigError``."""
     path = directory / RESULTS
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with path.open("ab+") as file:
-            file.seek(0)
-            whole = file.read().rpartition(b"\n")
-            file.truncate(len(whole[0]) + len(whole[1]))
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from None
-    return path
+    with contextlib.ExitStack() as stack:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(appending(path))
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from None
+        yield file
 
 
 def keep_to_settings(directory: Path, settings: Settings) -> None:
@@ -128,7 +129,10 @@ def keep_to_settings(directory: Path, settings: Settings) -> None:
     try:
         earlier = msgspec.json.decode(path.read_bytes(), type=Settings)
     except FileNotFoundError:
-        path.write_bytes(msgspec.json.format(msgspec.json.encode(settings)) + b"\n")
+        # Whole or not there: who is killed here can go on, too.
+        new = path.with_suffix(".new")
+        new.write_bytes(msgspec.json.format(msgspec.json.encode(settings)) + b"\n")
+        new.replace(path)
         return
     except (msgspec.MsgspecError, OSError) as error:
         raise ConfigError(f"{path} cannot be read: {error}; take another directory") from None

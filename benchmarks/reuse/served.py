@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from backhaul.benchmarks.reuse.lines import whole_lines
 from backhaul.benchmarks.reuse.record import (
     Arm,
     ArmResult,
@@ -27,7 +28,6 @@ from backhaul.benchmarks.reuse.record import (
     RequestResult,
     Result,
     Source,
-    whole_lines,
 )
 from backhaul.benchmarks.reuse.relations import Relations, judged
 from backhaul.benchmarks.reuse.trace import Span, Turn

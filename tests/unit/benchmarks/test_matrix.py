@@ -17,13 +17,13 @@ from backhaul.benchmarks.reuse.contents import Contents
 from backhaul.benchmarks.reuse.matrix import (
     Matrix,
     StoreBudget,
-    finished_only,
     left_to_do,
     planned,
 )
 from backhaul.benchmarks.reuse.real import arm_result, store_settings
 from backhaul.benchmarks.reuse.record import (
     NO_POLICY,
+    RESULTS,
     Arm,
     ArmResult,
     Budget,
@@ -85,7 +85,6 @@ def test_what_is_finished_is_not_run_again_and_what_was_cut_off_is() -> None:
     results.append(RequestResult(arm=arms[0], request="r", prompt_tokens=5))
     results.append(RequestResult(arm=arms[4], request="r", prompt_tokens=5))
     assert left_to_do(arms, results) == arms[4:]
-    assert {result.arm for result in finished_only(results)} == set(arms[:4])
 
 
 @given(st.randoms(use_true_random=False), st.integers(1, 30))
@@ -154,18 +153,19 @@ def test_a_run_that_was_cut_off_goes_on_and_ends_with_every_arm_once(tmp_path: P
         return _lines(arm, turns)
 
     console = Console(file=io.StringIO())
-    path = results_file(tmp_path / "new" / "folder")
-    with pytest.raises(KeyboardInterrupt):
-        run_arms(console, arms, sizes, path, run)
+    folder = tmp_path / "new" / "folder"
+    path = folder / RESULTS
+    with results_file(folder) as file, pytest.raises(KeyboardInterrupt):
+        run_arms(console, arms, sizes, file, run)
     with path.open("ab") as file:
         file.write(b'{"type":"arm","ve')  # as a killed process leaves it
-    path = results_file(tmp_path / "new" / "folder")
-    left = left_to_do(arms, list(read_results(path)))
-    assert left == arms[2:]
-    run_arms(console, left, sizes, path, _lines)
+    with results_file(folder) as file:
+        left = left_to_do(arms, read_results(path))
+        assert left == arms[2:]
+        run_arms(console, left, sizes, file, _lines)
     results = list(read_results(path))
     assert [one.arm for one in results if isinstance(one, ArmResult)] == arms
-    assert finished_only(results) == results
+    assert {one.arm for one in results} == set(arms)
     for arm in arms:
         turns = workload(arm.workload, sizes, seed=arm.repeat)
         asked = [r.request for r in results if isinstance(r, RequestResult) and r.arm == arm]
@@ -183,9 +183,9 @@ def test_repeats_and_seeds_draw_other_turns(tmp_path: Path) -> None:
             seen.append(list(turns))
             return _lines(arm, turns)
 
-        path = results_file(tmp_path / str(seed))
         console = Console(file=io.StringIO())
-        run_arms(console, arms, Sizes(conversations=1, turns=1), path, run, seed=seed)
+        with results_file(tmp_path / str(seed)) as file:
+            run_arms(console, arms, Sizes(conversations=1, turns=1), file, run, seed=seed)
     drawn = [turns for seen in asked.values() for turns in seen]
     assert drawn[0::2] == drawn[1::2], "arms of one repeat replay the same turns"
     assert all(a != b for i, a in enumerate(drawn[::2]) for b in drawn[::2][:i])
@@ -222,14 +222,18 @@ def test_every_policy_is_compared_unless_some_are_named() -> None:
 def test_a_directory_that_cannot_be_used_is_one_line(tmp_path: Path) -> None:
     taken = tmp_path / "file"
     taken.write_text("")
-    with pytest.raises(ConfigError, match=r"results\.jsonl cannot be written"):
-        results_file(taken)
+    with (
+        pytest.raises(ConfigError, match=r"results\.jsonl cannot be written"),
+        results_file(taken),
+    ):
+        pass
 
 
 def test_results_of_other_sizes_are_not_mixed(tmp_path: Path) -> None:
     settings = Settings(sizes=Sizes(), concurrency=2)
     keep_to_settings(tmp_path, settings)
     keep_to_settings(tmp_path, settings)
+    assert [path.name for path in tmp_path.iterdir()] == ["settings.json"]
     for other, name in (
         (Settings(sizes=Sizes(user=7), concurrency=2), "user 200, this run has 7"),
         (Settings(sizes=Sizes(), concurrency=3), "concurrency 2, this run has 3"),

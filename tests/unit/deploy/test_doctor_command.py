@@ -30,16 +30,18 @@ def engine_at(
     domain: str,
     failure_policy: str = "fail",
     server_info: dict[str, Any] | None = None,
+    pages: dict[str, Any] | None = None,
     **cache: str,
 ) -> Iterator[str]:
-    """The URL of an HTTP server that answers as a vLLM in this cache domain does."""
+    """The URL of an HTTP server that answers as a vLLM in this cache domain does, but for some
+    pages: text as it is, all else as JSON."""
     metrics = METRICS.replace("0123456789abcdef", domain)
     for name, value in cache.items():
         metrics = re.sub(f'{name}="[^"]*"', f'{name}="{value}"', metrics)
     # A connector inside another one has the same field, and it does not count.
     inner = {"connectors": [{"kv_load_failure_policy": "inner"}]}
     transfer = {"kv_connector_extra_config": inner, "kv_load_failure_policy": failure_policy}
-    pages = {
+    shown = {
         "/version": ("application/json", json.dumps({"version": "0.32.0"})),
         "/v1/models": ("application/json", json.dumps({"data": [{"id": "tiny"}]})),
         "/metrics": ("text/plain", metrics),
@@ -52,10 +54,12 @@ def engine_at(
             ),
         ),
     }
+    for path, page in (pages or {}).items():
+        shown[path] = ("", page if isinstance(page, str) else json.dumps(page))
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            kind, body = pages[self.path]
+            kind, body = shown[self.path]
             self.send_response(200)
             self.send_header("content-type", kind)
             self.end_headers()
@@ -124,6 +128,31 @@ def test_an_engine_that_shows_no_policy_is_read_all_the_same() -> None:
         with engine_at("0123456789abcdef", server_info=answer) as url:
             view = read_engine(url, 5.0)
         assert (view.failure_policy, view.error, view.models) == ("", "", ("tiny",))
+
+
+ODD_METRICS = [
+    'backhaul:transport_ranks{transport="tcp"} +Inf',
+    'backhaul:transport_ranks{transport="tcp"} NaN',
+    "vllm:request_prompt_tokens_bucket 3",
+    'vllm:request_prompt_tokens_bucket{le="many"} 3',
+    "{",
+]
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        *({"/metrics": text} for text in ODD_METRICS),
+        *({"/v1/models": data} for data in ({"data": None}, {"data": 3}, {"data": ["m"]}, [], 7)),
+        *({"/version": data} for data in ([], None, "0.32", "<html>")),
+    ],
+    ids=str,
+)
+def test_an_engine_that_answers_nonsense_is_said_to(odd: dict[str, Any]) -> None:
+    """A proxy's or another server's address is given easily."""
+    with engine_at("0123456789abcdef", pages=odd) as url:
+        view = read_engine(url, 300.0)
+    assert view.error.startswith("cannot be read: ") and "\n" not in view.error
 
 
 def levels_of(document: dict[str, Any], words: str) -> list[str]:

@@ -22,6 +22,7 @@ from backhaul.benchmarks.reuse.arms import (
     with_settings,
 )
 from backhaul.benchmarks.reuse.deployment import Deployment, range_of
+from backhaul.benchmarks.reuse.figures import gather
 from backhaul.benchmarks.reuse.model_shape import preset
 from backhaul.benchmarks.reuse.record import (
     RUN_WITH,
@@ -128,6 +129,23 @@ def test_a_repeated_command_is_refused_before_it_writes(tmp_path: Path) -> None:
     simulate(*args, "--policy", "none", "--policy", "none", "--capacity", "2GiB")
     arms = [r.arm for r in read_results(output) if isinstance(r, ArmResult)]
     assert len(arms) == len(set(arms)) == 8
+
+
+def test_what_a_killed_run_left_is_gone_on_with(tmp_path: Path) -> None:
+    output = tmp_path / "results.jsonl"
+    args = ["--workload", "full_replay", *SMALL, "--routing", "sticky", "--output", str(output)]
+    simulate(*args, "--policy", "none")
+    whole = output.read_bytes()
+    simulate(*args, "--policy", "both")
+    output.write_bytes(output.read_bytes()[:-9])  # killed within the last line
+    result = CliRunner().invoke(app, ["simulate", *args, "--policy", "both"])
+    told = [line for line in result.stderr.splitlines() if str(output) in line]
+    assert len(told) == 1 and "is cut off" in told[0]
+    assert output.read_bytes().startswith(whole)
+    arms = [r for r in read_results(output) if isinstance(r, ArmResult)]
+    assert [one.arm.policy for one in arms] == ["none", "both"]
+    cells = [cell for cells in gather(read_results(output)).values() for cell in cells.values()]
+    assert [len(cell.requests) for cell in cells] == [one.requests for one in arms]
 
 
 @pytest.mark.parametrize("columns", [60, 80, 160])

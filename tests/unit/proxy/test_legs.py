@@ -118,16 +118,30 @@ def test_of_the_clients_parameters_only_ours_get_through() -> None:
     assert handed == PARAMS | {"backhaul": {"u_end": 7}}
 
 
+@pytest.mark.parametrize("endpoint", Endpoint)
+@pytest.mark.parametrize("given", [{"f00d": {"peer_host": "elsewhere", "peer_port": 1}}, {}, None])
+def test_a_client_names_no_encoders(endpoint: Endpoint, given: Any) -> None:
+    """vLLM's encoder-cache connectors would connect to the host that they are told."""
+    plain = {"model": "m", "messages": []}
+    body = plain | {"ec_transfer_params": given}
+    assert names_transfer(body)
+    assert decode_body(endpoint, body, None) == plain
+    for prefill in (None, PrefillAnswer(params=PARAMS)):
+        assert "ec_transfer_params" not in decode_body(endpoint, body, prefill)
+    assert "ec_transfer_params" not in prefill_body(endpoint, body)
+
+
 @pytest.mark.parametrize("params", [None, 3, [], "x", {"backhaul": 3}, {"backhaul": None}])
 def test_malformed_parameters_are_dropped(params: Any) -> None:
     assert hints({"kv_transfer_params": params}) == {}
 
 
+@pytest.mark.parametrize("name", ["kv_transfer_params", "ec_transfer_params"])
 @pytest.mark.parametrize("smuggled", ["", "text", 0, 5, ["do_remote_prefill"]])
-def test_no_transfer_parameters_come_by_another_way(smuggled: Any) -> None:
+def test_no_transfer_parameters_come_by_another_way(smuggled: Any, name: str) -> None:
     """vLLM makes ``vllm_xargs`` one with a request's transfer parameters; connectors expect an
     object there."""
-    body = CHAT | {"vllm_xargs": {"kv_transfer_params": smuggled, "x": 1}}
+    body = CHAT | {"vllm_xargs": {name: smuggled, "x": 1}}
     assert names_transfer(body)
     for leg in (
         prefill_body(Endpoint.CHAT, body),
@@ -135,7 +149,7 @@ def test_no_transfer_parameters_come_by_another_way(smuggled: Any) -> None:
         decode_body(Endpoint.CHAT, body, PrefillAnswer(params={})),
     ):
         assert leg["vllm_xargs"] == {"x": 1}
-    for odd in (None, [], "kv_transfer_params", {}):
+    for odd in (None, [], name, {}):
         assert not names_transfer(CHAT | {"vllm_xargs": odd})
         assert decode_body(Endpoint.CHAT, CHAT | {"vllm_xargs": odd}, None)["vllm_xargs"] == odd
 

@@ -46,7 +46,7 @@ PROMPT = {
 }
 CALLER = {
     *("request_id", "session_id", "priority", "user", "metadata", "service_tier"),
-    *("prompt_cache_key", "vllm_xargs", "ec_transfer_params"),
+    *("prompt_cache_key", "vllm_xargs"),
     # Since 0.33.
     *("prompt_cache_options", "prompt_cache_retention", "safety_identifier"),
 }
@@ -59,7 +59,8 @@ WITHOUT_EFFECT = {
 @pytest.mark.parametrize("endpoint", Endpoint)
 def test_every_field_of_a_request_was_considered(endpoint: Endpoint) -> None:
     """A field about the reply that reached the prefill leg could make it fail or take long."""
-    considered = legs._REPLY_ONLY | REPLACED | PROMPT | CALLER | WITHOUT_EFFECT
+    considered = {*legs._REPLY_ONLY, *legs._NOT_OF_CLIENTS}
+    considered |= REPLACED | PROMPT | CALLER | WITHOUT_EFFECT
     assert not set(MODELS[endpoint].model_fields) - considered
 
 

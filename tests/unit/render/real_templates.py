@@ -1,7 +1,7 @@
 """Chat templates as vendors publish them, with their real tokenizers where a package has them.
 
-Templates come from the installed ``trl`` and from what ``scripts/fetch_templates`` took out of
-archives; tokenizers from ``tml_renderers``. Nothing of them is in this repository.
+Templates come from the installed ``trl`` and vLLM, and from what ``scripts/fetch_templates`` took
+out of archives; tokenizers from ``tml_renderers``. Nothing of them is in this repository.
 """
 
 from __future__ import annotations
@@ -21,13 +21,16 @@ from backhaul.render.template import MarkedTemplate
 FETCHED = Path(sys.prefix) / "share" / "backhaul-templates"
 
 
+_FOLDERS = {"trl": "chat_templates", "vllm": "transformers_utils/chat_templates"}
+
+
 def template_path(name: str) -> Path:
-    """``trl/x``, ``llama_cpp/x`` or ``xinference/x`` -> the template's file."""
+    """``trl/x``, ``vllm/x``, ``llama_cpp/x`` or ``xinference/x`` -> the template's file."""
     package, _, stem = name.partition("/")
-    if package == "trl":
-        spec = importlib.util.find_spec("trl")
+    if package in _FOLDERS:
+        spec = importlib.util.find_spec(package)
         assert spec is not None and spec.origin is not None
-        return Path(spec.origin).parent / "chat_templates" / f"{stem}.jinja"
+        return Path(spec.origin).parent / _FOLDERS[package] / f"{stem}.jinja"
     path = FETCHED / package / f"{stem}.jinja"
     assert path.exists(), f"{path} is missing; run scripts/fetch_templates {sys.executable}"
     return path

@@ -71,6 +71,20 @@ def test_u_end_is_where_the_render_without_the_flag_ends(label: str, name: str) 
     assert prompt[: found.tokens] == family.encode(without)
 
 
+@pytest.mark.parametrize("name", [n for n, (_, tools) in conversations().items() if not tools])
+def test_chatml_of_vllm_whose_last_message_ends_with_the_flag_only(name: str) -> None:
+    """A render without the flag lacks the end of the last message, so the next turn's counts."""
+    messages, _ = conversations()[name]
+    plain, marked = load("vllm/template_chatml")
+    rendering = marked.render(messages=messages, add_generation_prompt=True)
+    assert rendering is not None and rendering.u_end is not None
+    assert rendering.text == plain.render(messages=messages, add_generation_prompt=True)
+    assert rendering.text[rendering.u_end :] == "<|im_start|>assistant\n"
+    more = [*messages, answer("Yes."), user("Why?")]
+    following = plain.render(messages=more, add_generation_prompt=True)
+    assert following.startswith(rendering.text[: rendering.u_end])
+
+
 @pytest.mark.parametrize(
     ("label", "kwargs"),
     [

@@ -146,6 +146,11 @@ def test_an_arm_for_the_flag_being_off_is_not_marked() -> None:
         "{% generation %}{{ '<a>' if add_generation_prompt }}{% endgeneration %}",
         "{% include add_generation_prompt %}",
         "{% for m in messages recursive %}{{ '<a>' if add_generation_prompt }}{% endfor %}",
+        "{% for m in messages %}{% if add_generation_prompt or loop.first %}<a>{% endif %}"
+        "{% endfor %}",
+        "{% for m in messages %}{% if add_generation_prompt or x or not loop.last %}{% else %}<a>"
+        "{% endif %}{{ '<b>' if loop.last and add_generation_prompt or x }}{% endfor %}",
+        "{% if not loop or add_generation_prompt %}<a>{% endif %}",
     ],
 )
 def test_what_cannot_be_known_is_refused(source: str) -> None:
@@ -153,6 +158,39 @@ def test_what_cannot_be_known_is_refused(source: str) -> None:
     assert template.reason is Reason.REFUSED
     assert template.guards.refusals
     assert template.render(messages=MESSAGES, add_generation_prompt=True) is None
+
+
+GUARD = "{{ '<asst>' if add_generation_prompt }}"
+INSIDE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}TEXT{% endfor %}" + GUARD
+HISTORY = (
+    "{% if (loop.last and add_generation_prompt) or not loop.last %}<end>{% endif %}",
+    "{% if add_generation_prompt or not loop.last %}{% set e = '<end>' %}{{ e }}{% endif %}",
+    "{% if loop.last and not add_generation_prompt %}{% else %}<end>{% endif %}",
+    "{% if m.role == 'user' and (add_generation_prompt or not loop.last) %}{% endif %}"
+    "{% if not loop.last %}<end>{% elif add_generation_prompt %}<end>{% endif %}",
+    "{{ '<end>' if add_generation_prompt or not loop.last }}",
+    "{{ '' if loop.last and not add_generation_prompt else '<end>' }}",
+)
+
+
+@pytest.mark.parametrize("text", [one for one in HISTORY if "elif" not in one])
+def test_what_only_a_last_pass_without_the_flag_lacks_is_history(text: str) -> None:
+    source = INSIDE.replace("TEXT", text)
+    assert MarkedTemplate(source, environment()).guards.moving == NO_MOVING_TEXT
+    assert suffix(source) == "<asst>"
+    rendering = marked(source)
+    assert rendering is not None and rendering.text.endswith("<end><asst>")
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.sampled_from(HISTORY), st.booleans())
+def test_history_is_never_put_too_late(text: str, x: bool) -> None:
+    source = INSIDE.replace("TEXT", text)
+    more = [*MESSAGES, {"role": "assistant", "content": "ok"}, {"role": "user", "content": "?"}]
+    rendering = marked(source, x=x)
+    assert rendering is not None and rendering.u_end is not None
+    following = plain(source, messages=more, add_generation_prompt=True, x=x)
+    assert following.startswith(rendering.text[: rendering.u_end])
 
 
 def test_a_name_that_is_set_again_elsewhere_is_not_refused() -> None:
@@ -228,8 +266,6 @@ def test_control_text_after_the_loop_makes_it_unknown() -> None:
     assert rendering.reason is Reason.MOVING_CONTROL_TEXT
 
 
-GUARD = "{{ '<asst>' if add_generation_prompt }}"
-INSIDE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}TEXT{% endfor %}" + GUARD
 AFTER = LOOP + "TEXT" + GUARD
 
 
@@ -284,6 +320,8 @@ def test_text_of_the_last_message_that_is_not_written_does_not(text: str) -> Non
         "{{ '<eos>' if loop.last and m.role == 'tool' }}",
         "{% if loop.last or m.end %}{{ '' if loop.last }}{% endif %}",
         "{% if loop.last %}{{ raise_exception('no') if effort }}{% endif %}",
+        "{% if not loop.last or m.role == 'user' %}<end>{% endif %}",
+        "{% if m.role == 'user' or loop.last %}<end>{% endif %}",
     ],
 )
 def test_what_every_users_message_has_or_none_is_not_moving(text: str) -> None:
