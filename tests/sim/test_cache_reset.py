@@ -96,6 +96,7 @@ def test_after_a_reset_nothing_is_loaded_or_published(
     decode.check_idle()
     name = state(bench, engine, history)
     settled = engine.requests[name].num_output_tokens > 0
+    live = name in engine.live
     engine.scheduler.reset_prefix_cache(reset_connector=True)
     before = content(bench)
     assert not engine.gauges()["pins"]
@@ -104,6 +105,11 @@ def test_after_a_reset_nothing_is_loaded_or_published(
     engine.drain()
     if not settled:
         assert engine.finished[name].loaded == 0
+        assert not engine.finished[name].params.get("backhaul", {}).get("candidates")
+    if live:
+        assert engine.finished[name].params["backhaul"]["decode_end_reason"] == "cache_reset"
+    lost = "publication_failures|cache_reset"
+    failures, withheld = engine.counters[lost], 0
     loads = sum(n for k, n in engine.counters.items() if k.startswith("loads|"))
     for seed, prompt in ((7, history), (8, tokens(3 * B, 8)), (9, history)):
         done = engine.run(prompt + tokens(B, seed), 2 * B, u_end=2 * B)
@@ -111,8 +117,9 @@ def test_after_a_reset_nothing_is_loaded_or_published(
         assert done.loaded == 0 and record.reason == "cache_reset" and not record.candidates
         assert record.decode_end_reason == "cache_reset"
         assert record.input_end.outcome in ("cache_reset", "resumed_past")
+        withheld += 1 + (record.input_end.outcome == "cache_reset")
     assert engine.counters["lookups|cache_reset"] >= 3
-    assert engine.counters["publication_failures|cache_reset"] >= 3
+    assert engine.counters[lost] - failures == withheld
     assert loads == sum(n for k, n in engine.counters.items() if k.startswith("loads|"))
     assert content(bench) == before, "nothing became visible"
     engine.scheduler.reset_prefix_cache(reset_connector=True)

@@ -141,6 +141,8 @@ def test_a_failed_load_in_a_pool_that_holds_the_request_only_once(
     step_until(prefill, lambda: bench.faults.happened["read_fails"] == 1)
     bench.always()
     step_until(prefill, lambda: name in prefill.finished)
+    candidates = prefill.finished[name].params["backhaul"]["candidates"]
+    assert "loads_over" in [one.get("passed_over") for one in candidates]
     prefill.drain()
     bench.check_idle()
 

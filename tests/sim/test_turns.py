@@ -337,16 +337,33 @@ def test_a_shared_prefix_that_ends_inside_a_block_hides_no_end_behind_it(
     assert (7 * B, {CheckpointKind.INPUT_END}) in kinds(pair)
 
 
-def test_an_end_that_was_hit_locally_is_published_where_the_store_lacks_it(pair: Pair) -> None:
+@pytest.mark.parametrize("more", [2, 3 * B], ids=["below the next boundary", "above it"])
+def test_an_end_that_was_hit_locally_is_published_where_the_store_lacks_it(
+    pair: Pair, more: int
+) -> None:
     engine = pair.engine()
     prompt = tokens(3 * B + 1, 1)
     engine.run(prompt, 1, params={"backhaul": {"publish": False}})
     engine.check_idle()
     assert kinds(pair) == []
-    second = engine.run(prompt + tokens(3 * B, 2), 1, u_end=3 * B)
+    second = engine.run(prompt + tokens(more, 2), 1, u_end=3 * B)
     assert (second.resumed, second.loaded) == (3 * B, 0)
     pair.check_idle()
-    assert (3 * B, {CheckpointKind.INPUT_END}) in kinds(pair)
+    assert CheckpointKind.INPUT_END in dict(kinds(pair))[3 * B]
+
+
+@ASYNC
+def test_an_end_is_sent_as_soon_as_its_bytes_are_final(pair: Pair, asynchronous: bool) -> None:
+    """And not only when the reply reaches the next boundary."""
+    engine = pair.engine(asynchronous=asynchronous)
+    name = engine.submit(tokens(2 * B + 1, 1), B, u_end=2 * B)
+    request, tracked = engine.requests[name], engine.backhaul._half._requests[name]
+    while request.num_output_tokens < 4:
+        engine.step()
+    assert request.num_computed_tokens < 3 * B
+    assert tracked.sent == {2 * B}
+    engine.drain()
+    pair.check_idle()
 
 
 def test_the_prompt_is_not_sent_again_when_the_store_has_it(pair: Pair) -> None:
