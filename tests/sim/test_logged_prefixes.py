@@ -14,14 +14,15 @@ from backhaul.protocols.record import LoggedRequest
 from backhaul.transfer.registry import open_store
 
 
+@pytest.mark.parametrize("unit", [B, B // 2], ids=["coarse", "fine"])
 @pytest.mark.parametrize("with_tokens", [False, True])
 def test_a_checkpoint_is_found_in_the_log_of_who_produced_it(
-    tmp_path: Path, with_tokens: bool
+    tmp_path: Path, with_tokens: bool, unit: int
 ) -> None:
     pair = Pair(new_uri())
     path = tmp_path / "requests.jsonl"
     options = {"request_log": str(path), "request_log_tokens": with_tokens}
-    engine = pair.engine(options=options)
+    engine = pair.engine(options=options, unit=unit)
     done = engine.run(list(range(2, 3 * B + 7)), 2 * B)
     engine.drain()
     stored = open_store(pair.uri).list_checkpoints(timeout_s=300)

@@ -82,13 +82,15 @@ class FakeCatalog:
 class Half:
     """One consumer and one request."""
 
-    def __init__(self, *matches: CheckpointMatch, foreign: bool = False) -> None:
+    def __init__(
+        self, *matches: CheckpointMatch, foreign: bool = False, min_load_tokens: int = 1
+    ) -> None:
         self.catalog = FakeCatalog()
         self.found(*matches, foreign=foreign)
         self.now = 0.0
         self.stats = StatsRecorder()
         self.consumer = Consumer(
-            options=Options(store="inprocess://"),
+            options=Options(store="inprocess://", min_load_tokens=min_load_tokens),
             layout=LAYOUT,
             catalog=cast(Catalog, self.catalog),
             holds=BlockHolds(0),
@@ -196,6 +198,21 @@ def test_a_load_takes_the_lease_of_the_domain_that_it_reads(boundary: int) -> No
 def test_what_no_lease_keeps_is_not_loaded() -> None:
     half = Half(match(3 * GRID, leased=False), match(2 * GRID))
     assert half.offered() == 2 * GRID
+
+
+def test_the_shortest_gain_worth_a_load_is_counted_from_the_local_hit() -> None:
+    for local, least in ((0, 3 * GRID), (GRID, 2 * GRID), (2 * GRID, GRID)):
+        assert Half(match(3 * GRID), min_load_tokens=least).offered(local) == 3 * GRID
+        assert Half(match(3 * GRID), min_load_tokens=least + 1).offered(local) == 0
+
+
+def test_once_loads_are_over_the_answer_that_waited_is_given_back() -> None:
+    """A load failed, and vLLM found no blocks for the next deepest one."""
+    half = Half(match(3 * GRID), match(2 * GRID))
+    half.tracked.denied[3 * GRID] = module.Reason.LOAD_FAILED
+    assert half.offered() == 2 * GRID
+    assert half.offered() == 0 and half.tracked.loads_over
+    assert half.catalog.dropped == 1 and not half.catalog.pending
 
 
 @pytest.mark.parametrize("taken", [0, GRID, 4 * GRID])
