@@ -104,6 +104,7 @@ class SchedulerHalf:
         self._pinned: dict[str, TrackedRequest] = {}
         self._manager: Any = None
         self._domain_sent = False
+        self._keeps_inside_blocks = False
         self._cut_off = False  # the cache was reset: nothing is loaded or published any more
         self._idle_since: float | None = None
         self._stats = StatsRecorder()
@@ -171,6 +172,7 @@ class SchedulerHalf:
         self._holds.bind(manager.block_pool)
         if not manager.coordinator.enable_partial_hash_hits:
             self._chunks = replace(self._chunks, kept=self._chunks.grid)
+        self._keeps_inside_blocks = bool(manager.mamba_shared_prefix_checkpoint)
         if self._events.enabled:
             self._events.bind(manager)
         reset = manager.reset_prefix_cache
@@ -422,7 +424,7 @@ class SchedulerHalf:
         if not self._facts.layout.has_recurrent:
             tracked.stops = []
             return
-        tracked.stops = tracked.ends.stops_after(resume)
+        tracked.stops = self._stops_left(request, tracked.ends.stops_after(resume), resume)
         if tracked.stops:
             request.shared_prefix_boundary = tracked.stops[0]
         elif boundary:
@@ -447,7 +449,7 @@ class SchedulerHalf:
                     tracked.forced.append(floor)
                 kind = primary_kind(tracked.ends.kinds_at(floor))
                 self._stats.count("forced_chunk_ends", kind)
-            tracked.stops = [stop for stop in tracked.stops if stop > end]
+            tracked.stops = self._stops_left(request, tracked.stops, end)
             if tracked.stops:
                 request.shared_prefix_boundary = tracked.stops[0]
         if not self._publishes_of(tracked):
@@ -460,6 +462,14 @@ class SchedulerHalf:
                 self._pinned[tracked.request_id] = tracked
             else:
                 self._pinned.pop(tracked.request_id, None)
+
+    def _stops_left(self, request: Any, stops: list[int], position: int) -> list[int]:
+        """Those at which a chunk from ``position`` can still end. For a junction inside a block
+        vLLM ends it at the block's start, unless it can keep a state in there; once that was
+        passed, the junction would only hide the stops behind it."""
+        grid = self._facts.layout.boundary_tokens
+        inside = request.num_prompt_tokens if self._keeps_inside_blocks else 0
+        return [s for s in stops if (s if s <= inside else s // grid * grid) > position]
 
     def _settle(self, tracked: TrackedRequest) -> None:
         """The prefill begins now: from where, and what became of every candidate."""

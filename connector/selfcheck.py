@@ -146,8 +146,9 @@ SURFACES: tuple[Surface, ...] = (
         "vllm.v1.core.block_pool", "BlockPool.__init__", "block table", source_has("self.blocks")
     ),
     Surface(
-        "vllm.v1.core.kv_cache_manager", "KVCacheManager.__init__", "names of groups in KV events",
-        source_has("self.kv_cache_event_metadata"),
+        "vllm.v1.core.kv_cache_manager", "KVCacheManager.__init__",
+        "names of groups in KV events, chunk ends inside blocks",
+        source_has("self.kv_cache_event_metadata", "self.mamba_shared_prefix_checkpoint"),
     ),
     Surface(
         "vllm.v1.core.kv_cache_utils", "generate_block_hash_extra_keys", "KV events",

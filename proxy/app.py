@@ -13,6 +13,7 @@ import anyio
 import httpx
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -47,6 +48,21 @@ _PATH_SAFE = "/:@!$&'()*+,;=~"
 
 _ADDRESSES = {"api": "/v1", "models": "/v1/models", "health": "/health", "metrics": "/metrics"}
 """What ``/`` answers, for whoever opens the proxy's address itself."""
+_ANYWHERE = {
+    "/v1/messages/count_tokens": "POST",
+    "/tokenize": "POST",
+    "/detokenize": "POST",
+    "/version": "GET",
+    "/v1/models": "GET",
+    "/v1/models/{name:path}": "GET",
+}
+"""Path -> method of what any decode worker can say."""
+_STORED = {
+    "/v1/responses/{response_id}": "GET",
+    "/v1/responses/{response_id}/cancel": "POST",
+}
+"""The same of what only the worker knows that answered before."""
+_PASSED_ON = (*(endpoint.path for endpoint in Endpoint), *_ANYWHERE, *_STORED)
 _NO_SUCH_PATH = "there is no such path: the API is under /v1, the workers' state at /health"
 
 
@@ -73,16 +89,15 @@ def make_app(settings: ProxySettings) -> Starlette:
     app = Starlette(
         routes=[
             *(Route(e.path, _Generation(cluster, e), methods=["POST"]) for e in Endpoint),
-            Route("/v1/messages/count_tokens", queries.anywhere, methods=["POST"]),
-            Route("/v1/models", queries.anywhere),
-            Route("/v1/models/{name:path}", queries.anywhere),
-            Route("/v1/responses/{response_id}", queries.stored),
-            Route("/v1/responses/{response_id}/cancel", queries.stored, methods=["POST"]),
+            *(Route(p, queries.anywhere, methods=[m]) for p, m in _ANYWHERE.items()),
+            *(Route(p, queries.stored, methods=[m]) for p, m in _STORED.items()),
+            # Whether a page of another origin may ask is in the engines' own settings.
+            *(Route(path, queries.anywhere, methods=["OPTIONS"]) for path in _PASSED_ON),
             Route("/", queries.addresses),
             Route("/health", queries.health),
             Route("/metrics", queries.metrics),
         ],
-        exception_handlers={404: _no_such_path},
+        exception_handlers={404: _no_such_path, 405: _no_such_method},
         lifespan=_lifespan(cluster),
     )
     app.state.cluster = cluster
@@ -91,6 +106,12 @@ def make_app(settings: ProxySettings) -> Starlette:
 
 def _no_such_path(request: Request, error: Exception) -> Response:
     return JSONResponse(error_body(None, 404, _NO_SUCH_PATH, "not_found"), 404)
+
+
+def _no_such_method(request: Request, error: Exception) -> Response:
+    words = f"{request.url.path} takes no {request.method}"
+    headers = error.headers if isinstance(error, HTTPException) else None
+    return JSONResponse(error_body(None, 405, words, "method_not_allowed"), 405, headers)
 
 
 def _no_cookies() -> CookieJar:

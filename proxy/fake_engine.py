@@ -110,10 +110,11 @@ class FakeEngine:
         if path == "/health":
             await _respond(send, 200 if self.healthy else 503, b"")
             return
-        if path == "/v1/messages/count_tokens":
+        preflight = scope["method"] == "OPTIONS"
+        if path == "/v1/messages/count_tokens" and not preflight:
             await _respond(send, 200, b'{"input_tokens": 7}')
             return
-        if path == "/v1/models":
+        if path == "/v1/models" and not preflight:
             models = {"object": "list", "data": [{"id": "fake", "object": "model", "root": path}]}
             await _respond(send, 200, json.dumps(models).encode())
             return

@@ -43,7 +43,7 @@ def daemon(*options: str) -> Iterator[str]:
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
-        ready, _, _ = select.select([process.stdout], [], [], 60)
+        ready, _, _ = select.select([process.stdout], [], [], 300)
         line = process.stdout.readline() if ready else ""
         found = re.search(r"grpc \S+:(\d+)", line)
         assert found, f"the daemon did not start: {line!r}"

@@ -289,6 +289,26 @@ def test_an_abort(
     bench.check_idle()
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_load_that_outlives_its_request_counts_as_none(bench: Bench, fails: bool) -> None:
+    decode, engine = bench.engine(name="decode"), bench.engine(name="prefill")
+    history = decode.run(tokens(3 * B + 1, 1), 2 * B).history + tokens(5, 2)
+    bench.faults.slow_s = 600.0
+    name = loading(bench, engine, history)
+    step_until(engine, lambda: bench.faults.happened["read_slow"] == 1)
+    engine.abort(name)
+    bench.always(*["read_fails"] * fails)
+    bench.faults.go_on()
+    engine.drain()
+    engine.check_idle()
+    counted = {key.partition("|")[0] for key in engine.counters}
+    assert not counted & {"loads", "loaded_tokens", "requests"}
+    assert bool(engine.counters["load_failures|load_failed"]) is fails
+    bench.always()
+    assert engine.run(history, 5).loaded == 5 * B
+    bench.check_idle()
+
+
 def test_a_cache_reset_gives_pins_back(bench: Bench) -> None:
     engine = bench.engine()
     name = engine.submit(tokens(2 * B, 1), 60)

@@ -16,6 +16,7 @@ from harness import (
     STATE,
     WINDOW,
     Finished,
+    Group,
     Pair,
     SimEngine,
     new_uri,
@@ -314,6 +315,26 @@ def test_a_shared_prefix_is_published_and_used(pair: Pair) -> None:
     assert (5 * B, {CheckpointKind.SHARED_PREFIX}) in kinds(pair)
     assert other.run(shared + tokens(3 * B, 4), 4).resumed == 5 * B
     pair.check_idle()
+
+
+@pytest.mark.parametrize("resumed", [0, 5 * B], ids=["cold", "from the block's start"])
+def test_a_shared_prefix_that_ends_inside_a_block_hides_no_end_behind_it(
+    pair: Pair, resumed: int
+) -> None:
+    """vLLM ends the chunk for it at the block's start, and none at the position itself."""
+    groups = (Group(block=B // 2), STATE)
+    engine = pair.engine(groups=groups, layout="BLHNC", budget=512, role="kv_producer")
+    shared = tokens(5 * B + B // 2, 1)
+    if resumed:
+        engine.run(shared[: resumed + 1], 1)
+    engine.run(shared + tokens(6 * B, 2), 1)
+    second = engine.run(shared + tokens(6 * B, 3), 1, u_end=7 * B + 1)
+    record = second.params["backhaul"]
+    assert second.resumed == resumed
+    assert record["forced_chunk_ends"] == [end for end in (5 * B, 7 * B) if end > resumed]
+    assert record["input_end"]["outcome"] == "published"
+    pair.check_idle()
+    assert (7 * B, {CheckpointKind.INPUT_END}) in kinds(pair)
 
 
 def test_an_end_that_was_hit_locally_is_published_where_the_store_lacks_it(pair: Pair) -> None:

@@ -237,6 +237,44 @@ def test_other_domains_get_what_is_left_of_a_lookup_s_time(made: list[Catalog]) 
     assert store.timeouts and all(left < 1.0 for left in store.timeouts)
 
 
+def in_two_domains(made: list[Catalog]) -> tuple[Catalog, TwoDomains]:
+    """One's own checkpoint and a deeper one elsewhere; the lookup of "r" has begun."""
+    matches = (match(3, consumable=False), match(1, consumable=True))
+    store = TwoDomains(LookupResult(matches=matches, lease=LeaseId("ours")))
+    options = Options(store="backhaul://x:1", lookup_timeout_s=3600)
+    made.append(Catalog(cast(Store, store), make_record(1), options, Clock()))
+    made[-1].start("r", [b"a", b"b", b"c"])
+    return made[-1], store
+
+
+@pytest.mark.parametrize("foreign", [False, True])
+def test_a_load_keeps_the_lease_of_the_domain_that_it_reads(
+    made: list[Catalog], foreign: bool
+) -> None:
+    catalog, store = in_two_domains(made)
+    store.hang.set()
+    while (answer := catalog.poll("r")) is None:
+        time.sleep(0.001)
+    assert len(answer.leases) == catalog.open_leases == 2
+    kept, other = ("theirs", "ours") if foreign else ("ours", "theirs")
+    assert catalog.take("r", foreign=foreign) == kept
+    while store.released != [other]:
+        time.sleep(0.001)
+    assert catalog.open_leases == 1
+
+
+def test_a_lookup_that_nobody_waits_for_gives_back_whatever_it_is_granted(
+    made: list[Catalog],
+) -> None:
+    catalog, store = in_two_domains(made)
+    assert store.asked.wait(60)
+    catalog.drop("r")
+    store.hang.set()
+    while sorted(store.released) != ["ours", "theirs"]:
+        time.sleep(0.001)
+    assert not catalog.open_leases and not catalog.started("r")
+
+
 def test_an_answer_is_good_for_half_its_lease_from_when_it_was_asked_for(
     made: list[Catalog],
 ) -> None:

@@ -37,7 +37,12 @@ def test_options_that_are_named_exist() -> None:
         for parameter in commands[name].params
         for option in parameter.opts
     }
-    engine = {"--enable-scale-out", "--enable-prompt-tokens-details", "--tensor-parallel-size"}
+    engine = {
+        "--allowed-origins",
+        "--enable-scale-out",
+        "--enable-prompt-tokens-details",
+        "--tensor-parallel-size",
+    }
     named = {word.strip("`,.();:") for word in TEXT.split() if word.startswith(("--", "`--"))}
     named = {word.split("=")[0] for word in named if len(word) > 3}
     assert named - engine - {"--output"} <= known

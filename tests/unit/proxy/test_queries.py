@@ -151,6 +151,47 @@ def test_the_bare_address_and_a_wrong_path_say_where_things_are() -> None:
             assert "/v1" in message and "/health" in message
 
 
+ALLOWED = {"access-control-allow-origin": "https://chat.example", "vary": "Origin"}
+ASKED = {"origin": "https://chat.example", "access-control-request-method": "POST"}
+
+
+@pytest.mark.parametrize("path", app._PASSED_ON)
+def test_whether_a_page_of_another_origin_may_ask_is_the_engines_word(path: str) -> None:
+    path = path.replace("{name:path}", "org/m").replace("{response_id}", "r")
+    with running() as setup:
+        for status, headers in ((200, ALLOWED), (400, {})):
+            told = Behaviour(status=status, error_body={}, headers=headers)
+            setup.decode[0].behave = lambda seen, told=told: told  # type: ignore[misc]
+            answer = setup.http.options(path, headers=ASKED)
+            assert answer.status_code == status
+            assert headers.items() <= dict(answer.headers).items()
+            allowed = answer.headers.get("access-control-allow-origin")
+            assert allowed == headers.get("access-control-allow-origin")
+            seen = setup.decode[0].seen[-1]
+            assert seen.path == path and ASKED.items() <= seen.headers.items()
+        assert not setup.prefill[0].seen and not setup.outcomes()
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize", "/version"])
+def test_what_needs_no_cache_is_asked_of_a_decode_worker(path: str) -> None:
+    with running() as setup:
+        setup.decode[0].behave = lambda seen: Behaviour(status=200, error_body={"count": 1})
+        body = None if path == "/version" else {"prompt": "a"}
+        answer = setup.http.request("POST" if body else "GET", path, json=body)
+        assert answer.json() == {"count": 1}
+        seen = setup.decode[0].seen[-1]
+        assert seen.path == path and json.loads(seen.raw or b"null") == body
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/health"])
+def test_a_method_that_a_path_does_not_take_is_an_error_in_json(path: str) -> None:
+    with running() as setup:
+        answer = setup.http.put(path)
+        assert answer.status_code == 405 and answer.headers["allow"]
+        error = answer.json()["error"]
+        assert error["code"] == 405 and path in error["message"] and "PUT" in error["message"]
+
+
 @pytest.mark.parametrize("chunked", [False, True])
 @pytest.mark.parametrize("path", ["/v1/messages/count_tokens", "/v1/responses/r/cancel"])
 def test_a_body_that_is_too_long_is_not_kept(path: str, chunked: bool) -> None:
