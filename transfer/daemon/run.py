@@ -48,7 +48,7 @@ _KEEPALIVE = (
     ("grpc.keepalive_permit_without_calls", 1),
 )
 """A client that is gone without a word is noticed within two minutes, as on the HTTP port. One that
-never begins to speak HTTP/2 is cut off by gRPC's own limit for that, the same two minutes."""
+never begins to speak HTTP/2 is cut off by gRPC itself, after a minute."""
 _OPTIONS = (
     *_KEEPALIVE,
     # Two daemons on one port would each get half of the calls.
