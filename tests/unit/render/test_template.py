@@ -289,7 +289,8 @@ AFTER = LOOP + "TEXT" + GUARD
         "{% if loop.last %}[{{ effort }}{% else %}{{ effort }}[{% endif %}",
         "{% if loop.last %}[{{ loop.last }}{% else %}[{{ loop.last }}]{% endif %}",
         "{% if loop.last %}{{ '[' + effort }}{% elif x %}{{ '[' + effort + ']' }}{% endif %}",
-        "{% if loop.last %}{{ m.role + effort }}{% else %}{{ m.role + effort + x }}{% endif %}",
+        "{% if loop.last %}{{ m.role + effort }}{% else %}{{ m.role + effort + effort }}"
+        "{% endif %}",
         "{% if loop.last %}[{% else %}{% set e = x %}[{% endif %}",
     ],
 )
