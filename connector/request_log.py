@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import stat
 import threading
 from collections.abc import Iterator
 from typing import BinaryIO
@@ -92,12 +93,12 @@ class RequestLog:
             records = [record for record in batch if record is not None]
             if not records:
                 continue
+            written = self._written
             try:
                 self._append(records)
-                self._written += len(records)
                 self._failing = False
             except Exception as error:
-                self._lost += len(records)
+                self._lost += len(records) - (self._written - written)
                 if not self._failing:  # once until it works again
                     logger.warning("backhaul: request log %s: %s", self._path, error)
                 self._failing = True
@@ -123,8 +124,11 @@ class RequestLog:
         lines = b"".join(self._encoder.encode(record) + b"\n" for record in records)
         file = self._opened()
         view = memoryview(lines)
-        while view:  # a raw write may take a part only
-            view = view[file.write(view) :]
+        try:
+            while view:  # a raw write may take a part only
+                view = view[file.write(view) :]
+        finally:
+            self._written += lines[: len(lines) - len(view)].count(b"\n")
 
     def _opened(self) -> BinaryIO:
         if self._file is not None:
@@ -136,12 +140,29 @@ class RequestLog:
                 pass
             self._close_file()
         self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115  # closed in _close_file
+        if _is_torn(self._path):
+            self._file.write(b"\n")
         return self._file
 
     def _close_file(self) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def _is_torn(path: str) -> bool:
+    """Whether a file's last line has no end: its engine was killed, or its disk was full. The next
+    line would be lost with it."""
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            return False
+        with open(path, "rb") as file:
+            if not file.seek(0, os.SEEK_END):
+                return False
+            file.seek(-1, os.SEEK_END)
+            return file.read(1) != b"\n"
+    except OSError:  # it may be written and not read
+        return False
 
 
 def memory_bytes(record: LoggedRequest) -> int:

@@ -34,6 +34,7 @@ class EngineView:
     Attributes:
         cache: labels of ``vllm:cache_config_info``; empty where /metrics has none.
         prompts: upper bound in tokens -> prompts at most so long, cumulated; with ``inf``.
+        short_prompts: prompts that ended before the first boundary, as Backhaul counted them.
         domain: id of its cache domain, where its metrics name it.
         policy: what Backhaul publishes there, where its metrics say it.
         has_connector: ``backhaul:`` metrics are there.
@@ -47,6 +48,7 @@ class EngineView:
     models: tuple[str, ...] = ()
     cache: Mapping[str, str] = field(default_factory=dict)
     prompts: Mapping[float, float] = field(default_factory=dict)
+    short_prompts: float = 0.0
     domain: str = ""
     policy: str = ""
     has_connector: bool = False
@@ -225,7 +227,8 @@ def check_engine(
     findings += _check_cache(name, engine, record)
     boundary = record.layout.boundary_tokens if record else _boundary(engine.cache)
     if boundary:
-        findings.append(check_prompts(f"{name}: prompt lengths", engine.prompts, boundary))
+        lengths = f"{name}: prompt lengths"
+        findings.append(check_prompts(lengths, engine.prompts, boundary, engine.short_prompts))
     kept = check_retention(
         name,
         engine.cache,
@@ -321,13 +324,17 @@ def _check_cache(name: str, engine: EngineView, record: DomainRecord | None) -> 
     return findings
 
 
-def check_prompts(name: str, prompts: Mapping[float, float], boundary: int) -> Finding:
+def check_prompts(
+    name: str, prompts: Mapping[float, float], boundary: int, counted: float = 0.0
+) -> Finding:
     """Whether prompts are long enough for a grid of ``boundary`` tokens. A histogram tells only
-    how many prompts are at most as long as a bucket's bound, so the share is a lower limit."""
+    how many prompts are at most as long as a bucket's bound, and Backhaul ``counted`` only those
+    of which it would have asked the store, so the share is a lower limit."""
     total = max(prompts.values(), default=0.0)
     if not total:
         return Finding(name, Level.OK, f"boundaries every {boundary} tokens; no prompt so far")
     short = max((count for bound, count in prompts.items() if bound <= boundary), default=0.0)
+    short = max(short, min(counted, total))  # one that still runs is in no histogram
     share = short / total
     says = f"none of {total:.0f} prompts is known to end before the first boundary ({boundary})"
     if short:

@@ -8,6 +8,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from backhaul.deploy.diagnosis import EngineView
+from backhaul.protocols.checkpoint import NotAsked
 
 _NONSENSE = (ValueError, AttributeError, TypeError, LookupError, OverflowError)
 """What reading an answer of another form than expected raises."""
@@ -40,7 +41,7 @@ def parse_metrics(text: str) -> dict[str, Any]:
     cache: dict[str, str] = {}
     prompts: dict[float, float] = {}
     transports: dict[str, int] = {}
-    domain, policy, has_connector = "", "", False
+    domain, policy, has_connector, short = "", "", False, 0.0
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             has_connector |= sample.name.startswith("backhaul:")
@@ -49,6 +50,9 @@ def parse_metrics(text: str) -> dict[str, Any]:
             elif sample.name == "vllm:request_prompt_tokens_bucket":
                 bound = float(sample.labels["le"])
                 prompts[bound] = prompts.get(bound, 0.0) + sample.value
+            elif sample.name == "backhaul:not_asked_total":
+                below = sample.labels.get("reason") == NotAsked.BELOW_GRID
+                short += sample.value if below else 0.0
             elif sample.name == "backhaul:info":
                 domain = sample.labels.get("domain", "")
                 policy = sample.labels.get("policy", "")
@@ -58,6 +62,7 @@ def parse_metrics(text: str) -> dict[str, Any]:
     return {
         "cache": cache,
         "prompts": prompts,
+        "short_prompts": short,
         "domain": domain,
         "policy": policy,
         "has_connector": has_connector,

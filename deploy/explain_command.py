@@ -185,8 +185,8 @@ def _against_logs(
     produced = other is not None
     if other is None:
         line = subject.request
-        own, before = (line.request_id, line.time or math.inf) if line else ("", math.inf)
-        other = find_closest(logs, subject.tokens, own, before)
+        own, before = (line.request_id, line.arrived or line.time) if line else ("", 0.0)
+        other = find_closest(logs, subject.tokens, own, before or math.inf)
     if other is None:
         return None
     found = first_difference(subject.tokens, other.tokens, reader.decode)

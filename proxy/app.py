@@ -151,8 +151,14 @@ class _Generation:
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
         requests = self._cluster.metrics.requests
-        limit = self._cluster.settings.body_bytes_max
-        raw = await _read(receive, limit)
+        settings = self._cluster.settings
+        limit = settings.body_bytes_max
+        try:
+            raw = await _read(receive, settings)
+        except TimeoutError:
+            requests.labels(self._endpoint, Outcome.DEADLINE).inc()
+            await _too_slow(self._endpoint, settings)(scope, receive, send)
+            return
         if raw is None:
             requests.labels(self._endpoint, Outcome.CLIENT_GONE).inc()
         elif len(raw) > limit:
@@ -163,20 +169,28 @@ class _Generation:
             await _while_connected(exchange.run(), receive)
 
 
-async def _read(receive: Receive, limit: int) -> bytes | None:
-    """A request's body, at most one message more than ``limit`` bytes; None where the client
-    left."""
+async def _read(receive: Receive, settings: ProxySettings) -> bytes | None:
+    """A request's body, at most one message more than ``body_bytes_max``; None where the client
+    left. Raises ``TimeoutError`` where it does not come within ``request_timeout_s``."""
     parts: list[bytes] = []
     length = 0
-    while length <= limit:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return None
-        parts.append(message.get("body", b""))
-        length += len(parts[-1])
-        if not message.get("more_body", False):
-            break
+    with anyio.fail_after(settings.request_timeout_s):
+        while length <= settings.body_bytes_max:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            parts.append(message.get("body", b""))
+            length += len(parts[-1])
+            if not message.get("more_body", False):
+                break
     return b"".join(parts)
+
+
+def _too_slow(endpoint: Endpoint | None, settings: ProxySettings) -> Response:
+    words = f"the body did not come within {settings.request_timeout_s:g} s"
+    # What is still to come would be waited for.
+    headers = {"connection": "close"}
+    return JSONResponse(error_body(endpoint, 408, words, "timeout"), 408, headers)
 
 
 def _too_large(endpoint: Endpoint | None, limit: int) -> Response:
@@ -235,8 +249,12 @@ class _Queries:
         headers = forwarded_request_headers(request.headers.raw, "")
         headers = [(name, value) for name, value in headers if name != b"x-request-id"]
         endpoint = Endpoint.MESSAGES if path.startswith(Endpoint.MESSAGES.path) else None
-        limit = self._cluster.settings.body_bytes_max
-        body = await _read(request.receive, limit)
+        settings = self._cluster.settings
+        limit = settings.body_bytes_max
+        try:
+            body = await _read(request.receive, settings)
+        except TimeoutError:
+            return _too_slow(endpoint, settings)
         if body is None:
             return Response(status_code=499)  # nobody reads it
         if len(body) > limit:

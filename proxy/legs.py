@@ -374,7 +374,7 @@ given."""
 
 def rendered_by(endpoint: Endpoint, body: Mapping[str, Any], prefill: PrefillAnswer) -> RenderedBy:
     """Whose render decode's prompt is, after prefill handed over."""
-    if prefill.token_ids is None:
+    if prefill.token_ids is None or _tells_text(endpoint, body):
         return RenderedBy.EACH_LEG
     # A plain prompt has no messages, but whatever a client adds is not looked at.
     if endpoint is not Endpoint.COMPLETIONS:
@@ -383,6 +383,11 @@ def rendered_by(endpoint: Endpoint, body: Mapping[str, Any], prefill: PrefillAns
             if isinstance(items, list) and any(_holds_media(item) for item in items):
                 return RenderedBy.EACH_LEG
     return RenderedBy.PREFILL
+
+
+def _tells_text(endpoint: Endpoint, body: Mapping[str, Any]) -> bool:
+    """Whether the answer has the text of the prompt, which a worker knows that rendered it."""
+    return endpoint is Endpoint.CHAT and bool(body.get("return_prompt_text"))
 
 
 def _holds_media(item: Any, levels: int = 3) -> bool:
@@ -417,7 +422,7 @@ def decode_body(
         given = given | {"ends": ends}
     if given:
         transfer["backhaul"] = given
-    if prefill.token_ids is not None:
+    if prefill.token_ids is not None and not _tells_text(endpoint, body):
         if endpoint is Endpoint.COMPLETIONS:
             leg["prompt"] = list(prefill.token_ids)
         else:

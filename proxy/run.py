@@ -15,6 +15,11 @@ from backhaul.proxy.settings import ProxySettings
 
 logger = logging.getLogger(__name__)
 
+IDLE_S = 75
+"""How long a used connection may wait for its next request: longer than clients' libraries keep one
+(httpx, which OpenAI's and Anthropic's use, 5 s; aiohttp 15 s). Closed here first, it would now and
+then be so in the very moment in which a client sends a request on it."""
+
 
 class _Server(uvicorn.Server):
     """Calls ``on_started`` once it can be reached."""
@@ -50,17 +55,22 @@ def serve(
     it does."""
     for remark in settings.remarks():
         logger.warning("%s", remark)
-    config = uvicorn.Config(
-        make_app(settings),
-        log_config=None,
-        log_level=logging.WARNING,
-        access_log=False,
-        timeout_graceful_shutdown=max(int(settings.grace_s), 1),
-    )
     host, port = listener.getsockname()[:2]
     host = f"[{host}]" if ":" in host else host
     announcement = (
         f"backhaul proxy ready: http://{host}:{port}, "
         f"prefill {', '.join(settings.prefill)}, decode {', '.join(settings.decode)}"
     )
-    _Server(config, lambda: announce(announcement)).run(sockets=[listener])
+    _Server(make_config(settings), lambda: announce(announcement)).run(sockets=[listener])
+
+
+def make_config(settings: ProxySettings) -> uvicorn.Config:
+    """How uvicorn serves the application."""
+    return uvicorn.Config(
+        make_app(settings),
+        log_config=None,
+        log_level=logging.WARNING,
+        access_log=False,
+        timeout_keep_alive=IDLE_S,
+        timeout_graceful_shutdown=max(int(settings.grace_s), 1),
+    )

@@ -20,6 +20,7 @@ from backhaul.render.syntax import (
     Finding,
     InlineBranch,
     assigned,
+    begins,
     describe,
     is_loop_last,
     is_text,
@@ -121,12 +122,16 @@ class _Messages:
     def _if(self, node: nodes.If, where: _Place) -> None:
         arms = [(arm.test, arm.body) for arm in (node, *node.elif_)]
         bodies = [body for _, body in arms] + [node.else_]
-        for arm, body in zip(_arms([test for test, _ in arms], where), bodies, strict=True):
+        outcomes = list(zip(_arms([test for test, _ in arms], where), bodies, strict=True))
+        for arm, body in outcomes:
             if arm.reached:
                 line = arm.test.lineno if arm.test else (body[0].lineno if body else 0)
                 inside = arm.place(line)
                 if not arm.only_last and not outputs(body):
                     inside = inside._replace(last=where.last)
+                others = [b for a, b in outcomes if a.reached and not a.only_last and b is not body]
+                if where.last is None and others and all(begins(b, body) for b in others):
+                    continue  # the next prompt goes on from it at the same place
                 self.search(body, inside)
 
     def _inline(self, node: nodes.CondExpr, where: _Place) -> None:

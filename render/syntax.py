@@ -75,6 +75,56 @@ def walk(node: nodes.Node) -> Iterator[nodes.Node]:
         yield from walk(child)
 
 
+def begins(body: list[nodes.Node], beginning: list[nodes.Node]) -> bool:
+    """Whether what ``body`` writes surely begins with all that ``beginning`` writes, wherever in
+    their loop both are."""
+    whole, first = _pieces(body), _pieces(beginning)
+    if whole is None or not first or len(whole) < len(first):
+        return False
+    if any(isinstance(piece, nodes.Node) and reads_loop_end(piece) for piece in first):
+        return False
+    *same, last = first
+    end = whole[len(same)]
+    if isinstance(last, str) and isinstance(end, str):
+        return whole[: len(same)] == same and end.startswith(last)
+    return whole[: len(first)] == first
+
+
+def _pieces(body: list[nodes.Node]) -> list[str | nodes.Node] | None:
+    """What is written, as texts and expressions, no two texts side by side; None where it is more
+    than that."""
+    found: list[str | nodes.Node] = []
+    for node in body:
+        if not isinstance(node, nodes.Output):
+            return None
+        for child in node.nodes:
+            for piece in _operands(child):
+                text = _text(piece)
+                if text is not None and found and isinstance(found[-1], str):
+                    found[-1] += text
+                else:
+                    found.append(piece if text is None else text)
+    return found
+
+
+def _operands(expression: nodes.Node) -> list[nodes.Node]:
+    """Of a sum of strings, which it is if one of them is known to be one; else the expression."""
+    left, right = expression, list[nodes.Node]()
+    while isinstance(left, nodes.Add):
+        right.insert(0, left.right)
+        left = left.left
+    operands = [left, *right]
+    return operands if any(_text(one) is not None for one in operands) else [expression]
+
+
+def _text(node: nodes.Node) -> str | None:
+    if isinstance(node, nodes.TemplateData):
+        return str(node.data)
+    if isinstance(node, nodes.Const) and isinstance(node.value, str):
+        return node.value
+    return None
+
+
 def outputs(body: list[nodes.Node], *, conditional: bool = True) -> bool:
     """Whether this level itself writes something other than white space. Without ``conditional``,
     whatever conditions of expressions decide."""

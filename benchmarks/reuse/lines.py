@@ -34,10 +34,10 @@ def whole_lines(path: Path, *, say_torn: bool = True) -> Iterator[tuple[str, byt
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
-                if line.endswith(b"\n") or _is_whole(line):
+                if line.endswith(b"\n") or is_whole(line):
                     yield f"{path}:{number}", line
                 elif say_torn:
-                    _say(f"{path}:{number} was not written to its end, and is passed over")
+                    say(f"{path}:{number} was not written to its end, and is passed over")
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
 
@@ -79,21 +79,23 @@ def _mend(file: IO[bytes], reader: IO[bytes], path: Path) -> None:
     tail = tail.rpartition(b"\n")[2]
     if not tail:
         return
-    if _is_whole(tail):
+    if is_whole(tail):
         file.write(b"\n")
         file.flush()
     else:
         file.truncate(end - len(tail))
-        _say(f"{path}: its last line was not written to its end, and is cut off")
+        say(f"{path}: its last line was not written to its end, and is cut off")
 
 
-def _is_whole(line: bytes) -> bool:
+def is_whole(line: bytes) -> bool:
+    """Whether a line is a JSON object."""
     try:
         return isinstance(msgspec.json.decode(line), dict)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return False
 
 
-def _say(words: str) -> None:
+def say(words: str) -> None:
+    """One line on standard error, where it takes one."""
     with contextlib.suppress(OSError):
         print(f"backhaul: {words}", file=sys.stderr, flush=True)

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from backhaul.benchmarks.reuse.lines import whole_lines
+from backhaul.benchmarks.reuse.lines import is_whole, say, whole_lines
 from backhaul.benchmarks.reuse.record import (
     Arm,
     ArmResult,
@@ -64,14 +64,27 @@ def is_request_log(path: Path) -> bool:
 
 
 def read_logs(paths: Iterable[Path]) -> Iterator[LoggedRequest]:
-    """Requests of engines' logs. A torn last line is passed over.
+    """Requests of engines' logs. Lines that were not written whole are passed over, which is said
+    once per file: engines go on in a file after one was killed, or a disk was full.
 
     Raises ``ConfigError`` that names file and line for what is no request, and where a file cannot
     be read.
     """
     for path in paths:
+        torn = []
         for where, line in whole_lines(path):
-            yield _logged(line, where)
+            try:
+                one = _logged(line, where)
+            except ConfigError:
+                if is_whole(line):
+                    raise
+                if not line.isspace():  # empty where two engines set about mending at once
+                    torn.append(where)
+            else:
+                yield one
+        if torn:
+            more = f" (as are {len(torn) - 1} more)" if len(torn) > 1 else ""
+            say(f"{torn[0]} was not written whole, and is passed over{more}")
 
 
 def _logged(line: bytes, where: str) -> LoggedRequest:

@@ -14,8 +14,9 @@ _KEEPALIVE = (
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 15),
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4),
 )
-"""Accepted connections inherit it. A client whose machine or network went away in the middle of a
-request is noticed within two minutes; servers of HTTP wait for the rest of a request for ever."""
+"""Accepted connections inherit it. A client whose machine or network went away while nothing was on
+its way to it is noticed within two minutes; servers of HTTP wait for the rest of a request for
+ever. Bytes that it does not acknowledge are given up by the system after a quarter of an hour."""
 
 
 def listen_on(address: Address, option: str) -> socket.socket:

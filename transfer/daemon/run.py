@@ -42,7 +42,15 @@ QUARANTINE_S = 10.0
 its writer may have had in flight when it stalled. Checksums catch what is later still."""
 
 _SERVICE = store_pb2.DESCRIPTOR.services_by_name["Catalog"].full_name
+_KEEPALIVE = (
+    ("grpc.keepalive_time_ms", 60_000),
+    ("grpc.http2.ping_timeout_ms", 60_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+)
+"""A client that is gone without a word is noticed within two minutes, as on the HTTP port. One that
+never begins to speak HTTP/2 is cut off by gRPC itself, after a minute."""
 _OPTIONS = (
+    *_KEEPALIVE,
     # Two daemons on one port would each get half of the calls.
     ("grpc.so_reuseport", 0),
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),

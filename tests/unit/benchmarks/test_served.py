@@ -210,6 +210,20 @@ def test_thousands_that_share_their_beginning_are_related_quickly() -> None:
     assert len(results(lines)) == 2000
 
 
+def test_lines_that_were_not_written_whole_cost_themselves_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An engine was killed while it wrote, or its disk was full, and others went on in the file."""
+    log = tmp_path / "requests.jsonl"
+    line = msgspec.json.encode(FIRST[0])
+    for torn in (line[:40] + line, b"\0" * 50, line[:-1], b"[" * 100_000):
+        log.write_bytes(b"\n".join([line, torn, b"", line, torn, line]) + b"\n")
+        assert len(list(read_logs([log]))) == 3
+        assert capsys.readouterr().err == (
+            f"backhaul: {log}:2 was not written whole, and is passed over (as are 1 more)\n"
+        )
+
+
 def test_a_log_is_told_from_results_and_its_faults_are_named(tmp_path: Path) -> None:
     log = tmp_path / "requests.jsonl"
     line = msgspec.json.encode(FIRST[0])
@@ -219,7 +233,6 @@ def test_a_log_is_told_from_results_and_its_faults_are_named(tmp_path: Path) -> 
         b'{"request_id": 3}',
         line.replace(b'"prompt_tokens":22', b'"prompt_tokens":-1'),
         line.replace(hashes(HISTORY)[0].encode(), b"zz"),
-        b"[" * 100_000,
     ):
         assert fault != line
         log.write_bytes(line + b"\n" + fault + b"\n")

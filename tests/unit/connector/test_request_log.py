@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import threading
 import time
@@ -24,7 +25,9 @@ def record(n: int) -> LoggedRequest:
 
 
 def ids(path: Path) -> list[str]:
-    return [json.loads(line)["request_id"] for line in path.read_text().splitlines()]
+    # Empty ones where two logs found a file that the other was writing.
+    lines = filter(None, path.read_text().splitlines())
+    return [json.loads(line)["request_id"] for line in lines]
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -109,6 +112,50 @@ def test_a_file_that_cannot_be_written_costs_the_records_only(
     one.log.close()
     assert (one.written, one.dropped) == (1, 2)
     assert ids(missing) == ["r2"]
+
+
+def test_what_a_killed_engine_left_torn_costs_no_other_line(path: Path) -> None:
+    whole, torn = b'{"request_id":"r0"}\n', b'{"request_id":"r'
+    path.write_bytes(whole + torn)
+    one = Counted(path)
+    one.write(1)
+    one.write(2)
+    one.log.close()
+    lines = path.read_bytes().splitlines()
+    assert lines[:2] == [whole[:-1], torn] and len(lines) == 4
+    assert [json.loads(line)["request_id"] for line in lines[2:]] == ["r1", "r2"]
+
+
+def test_a_disk_that_fills_up_within_a_line_costs_that_line(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was written whole before it counts as written, and what comes later is readable."""
+
+    class Full:
+        left = 0
+
+        def write(self, data: memoryview) -> int:
+            if self.left == 0:
+                raise OSError(errno.ENOSPC, "no space left")
+            taken = min(self.left, len(data))
+            with path.open("ab") as file:
+                file.write(data[:taken])
+            self.left -= taken
+            return taken
+
+    one, disk = Counted(path), Full()
+    size = len(msgspec.json.encode(record(0))) + 1
+    disk.left = 2 * size + size // 2
+    with monkeypatch.context() as patch:
+        patch.setattr(RequestLog, "_opened", lambda self: disk)
+        for n in range(4):
+            one.log.write(record(n))
+        wait_until(lambda: sum(one.counts()) == 4)
+    assert one.counts() == (2, 2)
+    one.write(5)
+    one.log.close()
+    lines = path.read_bytes().splitlines()
+    assert len(lines) == 4 and json.loads(lines[3])["request_id"] == "r5"
 
 
 def test_a_disk_that_hangs_delays_nobody(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -325,6 +325,21 @@ def test_the_share_of_short_prompts_is_never_overstated(
         assert sum(p <= boundary for p in prompts) > len(prompts) / 2
 
 
+def test_short_prompts_that_no_bucket_shows_are_told_as_counted() -> None:
+    """Between the grid of 1,056 tokens and the bucket's bound below it lies every prompt."""
+    histogram = {1000.0: 0.0, 2000.0: 9.0, math.inf: 10.0}
+    text = 'backhaul:not_asked_total{reason="%s"} %d\n'
+    counted = parse_metrics(
+        "# TYPE backhaul:not_asked_total counter\n"
+        + text % ("below_grid", 9)
+        + text % ("handed_over", 50)
+    )["short_prompts"]
+    assert check_prompts("x", histogram, 1056).level is Level.OK
+    finding = check_prompts("x", histogram, 1056, counted)
+    assert finding.level is Level.WARNING and "at least 9 of 10 prompts" in finding.says
+    assert "at least 10 of 10" in check_prompts("x", histogram, 1056, 12).says
+
+
 @given(st.data())
 def test_exactly_the_fields_that_differ_are_marked(data: st.DataObject) -> None:
     changes = {

@@ -240,6 +240,20 @@ def test_what_came_after_a_logged_request_is_no_part_of_its_explanation(
     assert "came into the store after this request had looked" in out
 
 
+def test_what_ended_while_a_logged_request_ran_is_not_its_history(model: Path) -> None:
+    """It had looked by then. An older log says only when it ended."""
+    tokens = [1, 2, 3, 4, 5, 6]
+    before = line("cmpl-1", [*tokens[:2], 9, 9], "d", [], True, time=50.0)
+    beside = line("cmpl-2", [*tokens[:4], 9, 9], "d", [], True, time=150.0)
+    for arrived, closest in ((100.0, "cmpl-1"), (0.0, "cmpl-2")):
+        mine = line("cmpl-3", tokens, "d", [], True, arrived=arrived, time=200.0)
+        log = write_log(model, before, beside, mine)
+        options = ("explain", f"--request-log={log}", "--no-lookup", "--request=cmpl-3", "--json")
+        code, out, err = backhaul(*options)
+        assert code == 0, err
+        assert json.loads(out)["difference"]["request_id"] == closest
+
+
 def test_a_decode_leg_is_not_said_to_have_asked(model: Path) -> None:
     fed = line("cmpl-1-0-bb", [1] * 9, "d", [], other_tokens=8, recomputed_tokens=1)
     asked = line("cmpl-1-0-aa", [1] * 9, "d", [], recomputed_tokens=9, lookup=LookupOutcome.MISS)

@@ -338,6 +338,9 @@ IMAGE = {"type": "image_url", "image_url": {"url": "http://i"}}
     [
         ("chat_completions", CHAT, (1,), "prefill"),
         ("chat_completions", CHAT, None, "each_leg"),
+        ("chat_completions", CHAT | {"return_prompt_text": True}, (1,), "each_leg"),
+        ("chat_completions", CHAT | {"return_prompt_text": None}, (1,), "prefill"),
+        ("responses", {"input": "i", "return_prompt_text": True}, (1,), "prefill"),
         (
             "chat_completions",
             {"messages": [{"content": [{"type": "text"}, IMAGE]}]},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from collections.abc import Callable
 
@@ -343,6 +344,27 @@ def test_a_deadline_inside_a_stream() -> None:
         found = events(setup.chat(stream=True))
         assert json.loads(found[-1])["error"]["code"] == 504
         eventually(setup.decode[0].seen[0].disconnected.is_set)
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "messages", "messages/count_tokens"])
+def test_a_body_that_never_comes_to_its_end_is_not_waited_for(path: str) -> None:
+    with patient(request_timeout_s=100) as setup:
+        host, port = httpx.URL(setup.url).host, httpx.URL(setup.url).port
+        head = (
+            f"POST /v1/{path} HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\nexpect: 100-continue\r\n"
+        )
+        with (
+            socket.create_connection((host, port), timeout=300) as client,
+            client.makefile("rb") as answer,
+        ):
+            client.sendall(f"{head}expect: 100-continue\r\n\r\n".encode())
+            assert answer.readline().startswith(b"HTTP/1.1 100 ")  # it reads the body
+            client.sendall(b'{"a"')
+            setup.app.skip(101)
+            told = answer.read()  # to the connection's end
+        assert b"HTTP/1.1 408 " in told and b"the body did not come within 100 s" in told
+        assert not setup.decode[0].seen and not setup.prefill[0].seen
+        assert setup.outcomes() == ({} if "count" in path else {"deadline": 1})
 
 
 def _leave(url: str, path: str, body: dict[str, object], ready: Callable[[], bool]) -> None:

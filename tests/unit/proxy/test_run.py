@@ -14,6 +14,8 @@ import pytest
 from proxy_kit import CHAT
 
 from backhaul.proxy.fake_engine import Behaviour, FakeEngine
+from backhaul.proxy.run import make_config
+from backhaul.proxy.settings import ProxySettings
 
 COMMAND = [sys.executable, "-m", "backhaul.deploy.cli", "proxy"]
 
@@ -36,6 +38,13 @@ def start(engine: FakeEngine, *args: str) -> tuple[subprocess.Popen[str], str]:
     match = re.match(r"backhaul proxy ready: (http://127\.0\.0\.1:\d+), ", line)
     assert match, line
     return process, match[1]
+
+
+def test_idle_connections_outlast_those_that_clients_keep() -> None:
+    """Else some of their requests meet a connection that is being closed."""
+    ours = make_config(ProxySettings(prefill=("http://p",), decode=("http://d",)))
+    theirs = httpx.Limits().keepalive_expiry
+    assert theirs is not None and ours.timeout_keep_alive > 3 * theirs
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -132,6 +132,15 @@ def test_vllm_takes_the_tokens_instead_of_rendering(endpoint: Endpoint) -> None:
     assert _reused_prompt_token_ids(request, renderer, messages) == [1, 2, 3]
 
 
+def test_the_text_of_the_prompt_is_told_by_a_leg_that_rendered_it() -> None:
+    """vLLM has none for token ids, and no other API of it has the field."""
+    has = {e for e, kind in MODELS.items() if "return_prompt_text" in kind.model_fields}
+    assert has <= {Endpoint.CHAT}
+    body = REQUESTS[Endpoint.CHAT] | {"return_prompt_text": True}
+    leg = decode_body(Endpoint.CHAT, body, PrefillAnswer(params={"a": 1}, token_ids=(1, 2)))
+    assert leg["kv_transfer_params"] == {"a": 1} and leg["return_prompt_text"] is True
+
+
 def test_a_budget_for_thoughts_that_the_prefill_leg_cannot_have_is_no_fault() -> None:
     """Of one token, but the client's budget is at least 1,024."""
     budget = {"thinking": {"type": "enabled", "budget_tokens": 2048}, "max_tokens": 4096}

@@ -9,7 +9,9 @@ from real_templates import (
     BY_LABEL,
     FAMILIES,
     RESULT,
+    SINGLE,
     SYSTEM,
+    TOOLS,
     answer,
     call,
     load,
@@ -83,6 +85,19 @@ def test_chatml_of_vllm_whose_last_message_ends_with_the_flag_only(name: str) ->
     more = [*messages, answer("Yes."), user("Why?")]
     following = plain.render(messages=more, add_generation_prompt=True)
     assert following.startswith(rendering.text[: rendering.u_end])
+
+
+def test_a_header_that_only_earlier_questions_have_moves_nothing() -> None:
+    """DeepSeek-R1-0528 of xinference ends earlier questions itself, the last one by its guard."""
+    _, marked = load("xinference/deepseek-r1-0528")
+    for messages, tools in conversations().values():
+        values = {"messages": messages, "tools": TOOLS if tools else None, **SINGLE}
+        rendering = marked.render(**values, add_generation_prompt=True)
+        assert rendering is not None and rendering.u_end is not None
+        more = [*messages, answer("Yes."), user("Why?")]
+        following = marked.render(**values | {"messages": more}, add_generation_prompt=True)
+        assert following is not None
+        assert following.text.startswith(rendering.text[: rendering.u_end])
 
 
 @pytest.mark.parametrize(

@@ -285,6 +285,13 @@ AFTER = LOOP + "TEXT" + GUARD
         "{% if not loop.last %}{% elif effort %}{effort}{% endif %}",
         "{% with e = effort %}{{ e if loop.last and e }}{% endwith %}",
         "{% generation %}{% if loop.last and effort %}x{% endif %}{% endgeneration %}",
+        "{% if loop.last %}[{{ effort }}{% else %}[{% endif %}",
+        "{% if loop.last %}[{{ effort }}{% else %}{{ effort }}[{% endif %}",
+        "{% if loop.last %}[{{ loop.last }}{% else %}[{{ loop.last }}]{% endif %}",
+        "{% if loop.last %}{{ '[' + effort }}{% elif x %}{{ '[' + effort + ']' }}{% endif %}",
+        "{% if loop.last %}{{ m.role + effort }}{% else %}{{ m.role + effort + effort }}"
+        "{% endif %}",
+        "{% if loop.last %}[{% else %}{% set e = x %}[{% endif %}",
     ],
 )
 def test_text_of_the_last_message_makes_it_unknown(whole: str, text: str) -> None:
@@ -322,6 +329,10 @@ def test_text_of_the_last_message_that_is_not_written_does_not(text: str) -> Non
         "{% if loop.last %}{{ raise_exception('no') if effort }}{% endif %}",
         "{% if not loop.last or m.role == 'user' %}<end>{% endif %}",
         "{% if m.role == 'user' or loop.last %}<end>{% endif %}",
+        "{% if loop.last %}{{ '[' + m.role }}{% else %}{{ '[' + m.role + ']' }}{% endif %}",
+        "{% if loop.last %}[{{ x }}{% else %}[{{ x }}]{% endif %}",
+        "{% if m.role == 'user' and loop.last %}[{% else %}{{ '[x' }}{{ x }}{% endif %}",
+        "{% if not loop.last %}[{{ m.role }}]{% else %}{{ '[' + m.role }}{% endif %}",
     ],
 )
 def test_what_every_users_message_has_or_none_is_not_moving(text: str) -> None:
@@ -398,6 +409,8 @@ WRITTEN = st.sampled_from(
         "{% if x %}{{ 'E' if TEST }}{% endif %}",
         "{% if TEST %}{% if x %}E{% endif %}{% endif %}",
         "{% if not (TEST) %}{% else %}{{ 'E' }}{% endif %}",
+        "{% if TEST %}E{{ m.content }}{% else %}E{{ m.content }}F{% endif %}",
+        "{% if TEST %}{{ 'E' + m.role }}{% elif x %}{{ 'E' + m.content }}{% else %}E{% endif %}",
     ]
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import os
@@ -30,6 +31,7 @@ from backhaul.protocols.checkpoint import ObjectKey
 from backhaul.protocols.errors import BackhaulError, ConfigError, LookupUnanswered
 from backhaul.transfer.backends.embedded import EmbeddedStore
 from backhaul.transfer.daemon import pool as pool_module
+from backhaul.transfer.daemon import run
 from backhaul.transfer.daemon.catalog import STATUS_CODES, status_code
 from backhaul.transfer.daemon.pool import Pool
 from backhaul.transfer.daemon.ports import listen_on
@@ -342,6 +344,25 @@ def test_bytes_that_are_no_message_are_refused_by_every_service(
     error: Any = caught.value
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert "1 bytes that are not its request message" in error.details()
+
+
+def test_a_client_that_is_gone_without_a_word_is_noticed() -> None:
+    """The daemon's own options, but for their time: a client that answers no ping is cut off."""
+    silent_hello = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+    times = {name: 100 for name, _ in run._KEEPALIVE if name.endswith("_ms")}
+    assert all(value <= 60_000 for name, value in run._KEEPALIVE if name in times)
+
+    async def closed() -> None:
+        server = grpc.aio.server(options=list({**dict(run._OPTIONS), **times}.items()))
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(silent_hello)
+        await asyncio.wait_for(reader.read(), 300)
+        writer.close()
+        await server.stop(0)
+
+    asyncio.run(closed())
 
 
 def test_a_watch_of_health_still_streams(channel: grpc.Channel) -> None:
