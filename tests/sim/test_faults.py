@@ -311,6 +311,15 @@ def test_a_load_that_outlives_its_request_counts_as_none(bench: Bench, fails: bo
     bench.check_idle()
 
 
+def test_an_abort_before_a_reply_loses_no_end_of_it(bench: Bench) -> None:
+    engine = bench.engine(budget=24)
+    name = prefilling(bench, engine, [])
+    engine.abort(name)
+    engine.drain()
+    assert not engine.counters["publication_failures|aborted"]
+    bench.check_idle()
+
+
 def test_a_cache_reset_gives_pins_back(bench: Bench) -> None:
     engine = bench.engine()
     name = engine.submit(tokens(2 * B, 1), 60)
