@@ -15,6 +15,7 @@ from backhaul.benchmarks.reuse.model_shape import preset
 from backhaul.benchmarks.reuse.real import RealArms
 from backhaul.benchmarks.reuse.record import (
     NO_POLICY,
+    RESULTS,
     Arm,
     ArmResult,
     Budget,
@@ -81,7 +82,7 @@ def own_store(pair: Session) -> Iterator[Session]:
 
 
 def test_arms_on_real_engines(own_store: Session, tmp_path: Path) -> None:
-    path = results_file(tmp_path)
+    path = tmp_path / RESULTS
     real = RealArms(own_store.pair, SHAPE, concurrency=2)
     planned_arms = arms()
     books: dict[str, dict[str, float]] = {}
@@ -91,7 +92,8 @@ def test_arms_on_real_engines(own_store: Session, tmp_path: Path) -> None:
         books[arm.policy] = scrape(own_store.pair.store.http_url, "backhaul:store_")
         return results
 
-    run_arms(Console(file=io.StringIO()), list(planned_arms.values()), SIZES, path, run)
+    with results_file(tmp_path) as file:
+        run_arms(Console(file=io.StringIO()), list(planned_arms.values()), SIZES, file, run)
     results = list(read_results(path))
     requests = {
         policy: [r for r in results if isinstance(r, RequestResult) and r.arm.policy == policy]
