@@ -264,10 +264,12 @@ class Grant(_message.Message):
     def __init__(self, status: _Optional[_Union[Grant.Status, str]] = ..., offset: _Optional[int] = ..., token: _Optional[int] = ...) -> None: ...
 
 class ReserveReply(_message.Message):
-    __slots__ = ("grants",)
+    __slots__ = ("grants", "instance_id")
     GRANTS_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     grants: _containers.RepeatedCompositeFieldContainer[Grant]
-    def __init__(self, grants: _Optional[_Iterable[_Union[Grant, _Mapping]]] = ...) -> None: ...
+    instance_id: str
+    def __init__(self, grants: _Optional[_Iterable[_Union[Grant, _Mapping]]] = ..., instance_id: _Optional[str] = ...) -> None: ...
 
 class Written(_message.Message):
     __slots__ = ("key", "token", "checksum")

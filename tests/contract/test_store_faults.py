@@ -172,6 +172,23 @@ def test_a_worker_that_only_reads_loses_nothing_to_a_restart(
         assert reader.store.transports() == transports != ()
 
 
+def test_a_worker_that_only_publishes_loses_nothing_to_a_restart(
+    daemon: Daemon, new_worker: Callable[[], Worker]
+) -> None:
+    """It made no call since, and the new daemon knows its domain from somebody else."""
+    writer = new_worker()
+    assert writer.publish(hash_chain("earlier", BOUNDARY), BOUNDARY).visible
+    daemon.kill()
+    with running_daemon(daemon.port) as restarted:
+        reader = Worker(open_store(restarted.uri), writer.domain)
+        chain = hash_chain("a", BOUNDARY)
+        assert writer.publish(chain, BOUNDARY).visible
+        boundaries, lease = reader.lookup(chain)
+        assert boundaries == [BOUNDARY] and lease
+        assert reader.read(lease, chain, BOUNDARY).ok
+        reader.store.close()
+
+
 def test_transports_are_known_from_the_first_transfer_on(
     daemon: Daemon,
 ) -> None:

@@ -281,6 +281,10 @@ class EmbeddedStore(Store):
             )
             reply = self._keeper.call("Reserve", request, deadline, domain)
             instance_id = self._keeper.current(deadline).instance_id
+            if reply.instance_id not in ("", instance_id):
+                # By another daemon, which knew the domain: so far nothing told that it is another.
+                self._keeper.doubt()
+                instance_id = reply.instance_id
             for (key, size), answer in zip(batch, reply.grants, strict=True):
                 status = wire.GRANT_STATUS[answer.status]
                 grant = InstanceGrant(key, status, size, answer.offset, answer.token)

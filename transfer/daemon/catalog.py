@@ -298,12 +298,13 @@ class Catalog(store_pb2_grpc.CatalogServicer):
                 self._clock(),
             )
             return store_pb2.ReserveReply(
+                instance_id=self._index.instance_id,
                 grants=[
                     store_pb2.Grant(
                         status=GRANT_STATUS[grant.status], offset=grant.offset, token=grant.token
                     )
                     for grant in grants
-                ]
+                ],
             )
 
     @_answering

@@ -93,7 +93,9 @@ class FakeCatalog(store_pb2_grpc.CatalogServicer):  # type: ignore[misc]
         self._enter("Reserve", context)
         self._know(request.domain_id, context)
         granted = store_pb2.Grant(status=store_pb2.Grant.GRANTED, offset=64, token=5)
-        return store_pb2.ReserveReply(grants=[granted for _ in request.wants])
+        return store_pb2.ReserveReply(
+            grants=[granted for _ in request.wants], instance_id=self.instance_id
+        )
 
     def ListCheckpoints(self, request: Any, context: Any) -> Any:
         self._enter("ListCheckpoints", context)
@@ -285,16 +287,19 @@ class TestSession:
         catalog.fail.clear()
         lookup(store)
 
+    @pytest.mark.parametrize("opened_by_others", [False, True])
     def test_a_grant_is_bound_to_one_life_of_the_store(
-        self, store: EmbeddedStore, catalog: FakeCatalog
+        self, store: EmbeddedStore, catalog: FakeCatalog, opened_by_others: bool
     ) -> None:
         store.open_domain(RECORD, timeout_s=60)
         want = (ObjectKey(0, 0, b"h"), 10)
         (first,) = store.reserve(RECORD.domain_id, PublicationId("p"), [want], timeout_s=60)
         catalog.restart("second")
+        if opened_by_others:
+            catalog.domains.add(RECORD.domain_id)
         (second,) = store.reserve(RECORD.domain_id, PublicationId("p"), [want], timeout_s=60)
         assert first == second  # nothing in the numbers tells them apart
-        assert vars(first) != vars(second)
+        assert (vars(first)["instance_id"], vars(second)["instance_id"]) == ("first", "second")
 
     def test_a_lookup_leaves_time_for_the_answer(
         self, store: EmbeddedStore, catalog: FakeCatalog
