@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -151,6 +152,16 @@ def test_a_killed_store_fails_cleanly_and_a_new_one_works(
         assert worker.read(lease, chain, BOUNDARY).ok and worker.holds(chain, BOUNDARY)
 
 
+@contextlib.contextmanager
+def beside_a_new_daemon(daemon: Daemon, worker: Worker) -> Iterator[Worker]:
+    """Another worker of the same domain, which is the first to talk to a restarted daemon."""
+    daemon.kill()
+    with running_daemon(daemon.port) as restarted:
+        other = Worker(open_store(restarted.uri), worker.domain)
+        yield other
+        other.store.close()
+
+
 def test_a_worker_that_only_reads_loses_nothing_to_a_restart(
     daemon: Daemon, new_worker: Callable[[], Worker]
 ) -> None:
@@ -159,15 +170,12 @@ def test_a_worker_that_only_reads_loses_nothing_to_a_restart(
     earlier = hash_chain("earlier", BOUNDARY)
     assert reader.publish(earlier, BOUNDARY).visible
     transports = reader.store.transports()
-    daemon.kill()
-    with running_daemon(daemon.port) as restarted:
-        writer = Worker(open_store(restarted.uri), reader.domain)
+    with beside_a_new_daemon(daemon, reader) as writer:
         chain = hash_chain("a", BOUNDARY)
         assert writer.publish(chain, BOUNDARY).visible
         boundaries, lease = writer.lookup(chain)
         assert boundaries == [BOUNDARY] and lease
         assert reader.read(lease, chain, BOUNDARY).ok and reader.holds(chain, BOUNDARY)
-        writer.store.close()
         # Of the new connection, and not of the old one, whose endpoint is still there.
         assert reader.store.transports() == transports != ()
 
@@ -178,15 +186,12 @@ def test_a_worker_that_only_publishes_loses_nothing_to_a_restart(
     """It made no call since, and the new daemon knows its domain from somebody else."""
     writer = new_worker()
     assert writer.publish(hash_chain("earlier", BOUNDARY), BOUNDARY).visible
-    daemon.kill()
-    with running_daemon(daemon.port) as restarted:
-        reader = Worker(open_store(restarted.uri), writer.domain)
+    with beside_a_new_daemon(daemon, writer) as reader:
         chain = hash_chain("a", BOUNDARY)
         assert writer.publish(chain, BOUNDARY).visible
         boundaries, lease = reader.lookup(chain)
         assert boundaries == [BOUNDARY] and lease
         assert reader.read(lease, chain, BOUNDARY).ok
-        reader.store.close()
 
 
 def test_transports_are_known_from_the_first_transfer_on(
